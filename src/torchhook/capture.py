@@ -1,0 +1,112 @@
+"""``capture`` and ``run``: the two doors through which most users come in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook.hooks import Stop
+from torchhook.keep import Keep, Transform
+from torchhook.records import Recording
+from torchhook.select import Index, Selector, resolve
+from torchhook.session import Session, Threads
+
+
+def capture(
+    model: nn.Module,
+    *selectors: Selector,
+    exclude: Selector | None = None,
+    port: str = "output",
+    keep: str = "copy",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+    max_records: int | None = None,
+    stop: bool = False,
+    threads: Threads = "own",
+) -> Session:
+    """Record what passes the selected sites while the block runs; without selectors, every module's output.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True))
+    >>> with capture(model, "0", "1:input") as rec:
+    ...     output = model(torch.ones(2, 3))
+    >>> rec["0"].shape
+    torch.Size([2, 4])
+
+    ``keep`` says what is kept: ``"copy"`` is detached and safe from in-place layers, ``"live"`` is safe and still
+    on the autograd graph, ``"reference"`` is the bare tensor. ``transform`` changes what is kept, not what the
+    model computes; floating-point tensors are cast to ``dtype``; ``device="cpu"`` copies from the GPU without
+    making the model wait. ``max_records`` keeps the newest of each site. ``stop=True`` leaves the block as soon as
+    every site has been seen. ``threads="all"`` also records calls from other threads and tasks.
+    """
+    index = Index(model)
+    targets = resolve(model, list(selectors) or "**", exclude=exclude, port=port, index=index)
+    session = Session(model, index=index, threads=threads)
+    keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
+    session.record(targets, keeper, max_records)
+    if stop:
+        session.stop_when_seen(targets)
+    return session
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """Stands for the output of a forward pass that ``stop=True`` ended early."""
+
+    at: str
+
+    def __repr__(self) -> str:
+        return f"<no output: the forward pass stopped at {self.at!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no {name!r}: the forward pass stopped at {self.at!r}, so the model has no output.")
+
+
+def run(
+    model: nn.Module,
+    *args: Any,
+    capture: Selector | None = None,
+    exclude: Selector | None = None,
+    port: str = "output",
+    keep: str = "copy",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+    stop: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> tuple[Any, Recording]:
+    """Call the model once and return its output and the recording.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    >>> output, rec = run(model, torch.ones(2, 3), capture="0")
+
+    Other keywords go to the model; ``kwargs=`` holds those whose names are taken here. With ``stop=True`` the
+    forward pass ends at the last site and the output is a ``Stopped``.
+    """
+    session = _capture(
+        model,
+        *([] if capture is None else [capture]),
+        exclude=exclude,
+        port=port,
+        keep=keep,
+        device=device,
+        dtype=dtype,
+        transform=transform,
+        stop=stop,
+    )
+    output: Any = None
+    with session as recording:
+        try:
+            output = model(*args, **{**(kwargs or {}), **model_kwargs})
+        except Stop as reached:
+            if reached.scope is not session.scope:
+                raise
+            output = Stopped(str(session.scope.stopped_at))
+    return output, recording
+
+
+_capture = capture

@@ -1,0 +1,392 @@
+"""The names that hook code has long been written with, as façades over ``Session``.
+
+``HookManager`` (TorchHook 0.2), ``FeatureLayer``, ``FeatureLayers`` and ``get_layer_candidates``
+(torch-featurelayer), and the ``VerboseExecution``, ``FeatureExtractor``, ``gradient_clipper`` and ``Hook`` of
+the tutorials. Nothing here but the interface: values are true and hooks leave no residue because the session
+sees to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook import hooks, tree
+from torchhook.errors import SelectorError, suggestion
+from torchhook.keep import Keep, Transform
+from torchhook.layers import layers
+from torchhook.select import Index, Selector, Target, resolve
+from torchhook.session import Session
+from torchhook.sites import Site
+from torchhook.tables import count
+
+CustomHook = Callable[[nn.Module, Any, Any], Any]
+
+_RULE = "-" * 80
+
+
+class HookManager:
+    """Hooks by key, and the features they captured.
+
+    >>> manager = HookManager(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), max_size=1)
+    >>> handle = manager.add("0")
+    >>> output = manager.model(torch.zeros(1, 2))
+    >>> manager.get("0")[0].shape
+    torch.Size([1, 3])
+
+    Features are safe, detached copies on the CPU. ``max_size`` keeps the newest of each key; -1 keeps all.
+    The hooks go when the manager does, at the end of a ``with`` block, or with ``clear_hooks``.
+    """
+
+    def __init__(self, model: nn.Module, max_size: int = -1) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
+        if not isinstance(max_size, int) or isinstance(max_size, bool):
+            raise TypeError(f"'max_size' must be an integer, found {max_size!r}.")
+        if max_size < -1:
+            raise ValueError(f"'max_size' must be -1 (keep everything) or more, found {max_size}.")
+        self.model = model
+        self.max_size = max_size
+        self._sessions: dict[str, tuple[Session, Site]] = {}
+
+    def add(
+        self,
+        layer_name: Selector | None = None,
+        layer: nn.Module | None = None,
+        custom_hook: CustomHook | None = None,
+        output_transform: Transform | None = None,
+        *,
+        inputs: bool = False,
+    ) -> Session | list[Session]:
+        """Capture a layer, by name or selector, or as an object under a name of your choice.
+
+        ``custom_hook(module, input, output)`` returns what to keep, or ``None`` for nothing; ``output_transform``
+        changes what is kept. Either is kept as returned, so detach it there if you mean to. ``inputs=True``
+        captures what goes into the layer too, under ``"name:input"``. Returns a handle with ``remove()``; a list of
+        them where a selector chose several layers.
+        """
+        if custom_hook is not None and not callable(custom_hook):
+            raise TypeError(f"'custom_hook' must be callable, found {type(custom_hook).__name__}.")
+        if output_transform is not None and not callable(output_transform):
+            raise TypeError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
+        chosen = self._choose(layer_name, layer)
+        if inputs:
+            chosen += [
+                (f"{key}:input", target._replace(site=target.site._replace(port="input"))) for key, target in chosen
+            ]
+        for key, _ in chosen:
+            if key in self._sessions:
+                raise ValueError(f"there is a hook with key {key!r} already; remove it first, or choose another name.")
+        handles = []
+        for key, target in chosen:
+            session = self._session(target, custom_hook, output_transform)
+            self._sessions[key] = (session, target.site)
+            handles.append(session.open())
+        return handles[0] if len(handles) == 1 else handles
+
+    register_forward_hook = add
+
+    def _choose(self, layer_name: Selector | None, layer: nn.Module | None) -> list[tuple[str, Target]]:
+        if layer is None:
+            if layer_name is None:
+                raise ValueError("give 'layer_name' or 'layer': there is nothing to hook.")
+            return [(str(target.site), target) for target in resolve(self.model, layer_name)]
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"'layer' must be a torch.nn.Module, found {type(layer).__name__}.")
+        if layer_name is None:
+            kind = type(layer).__name__
+            number = sum(key.startswith(f"{kind}_") for key in self._sessions)
+            layer_name = f"{kind}_{number}"
+        if not isinstance(layer_name, str):
+            raise TypeError(f"'layer_name' must be a string beside 'layer', found {type(layer_name).__name__}.")
+        return [(layer_name, Target(Site(""), layer))]
+
+    def _session(self, target: Target, custom: CustomHook | None, transform: Transform | None) -> Session:
+        # A layer passed as an object need not be part of the model: it is its own root then.
+        root = target.module if target.site.path == "" else self.model
+        session = Session(root, threads="all", warn=False)
+        keep = Keep("copy", device="cpu") if custom is None and transform is None else Keep("live", transform=transform)
+        limit = self.max_size if self.max_size > 0 else None
+        if custom is None:
+            session.record([target], keep, limit)
+        else:
+            session.record_custom(target, custom, Keep("live"), limit)
+        return session
+
+    def get_features(self, key: str) -> list[Any]:
+        """The features captured under a key, oldest first; empty while the layer has not run."""
+        session, site = self._find(key)
+        return session.recording.all(site) if site in session.recording else []
+
+    get = get_features
+
+    def get_all(self) -> dict[str, list[Any]]:
+        """The features of every key."""
+        return {key: self.get_features(key) for key in self._sessions}
+
+    def get_keys(self) -> list[str]:
+        return list(self._sessions)
+
+    def remove(self, key: str) -> None:
+        """Take a hook away, and its features with it."""
+        session, _ = self._find(key)
+        session.close()
+        del self._sessions[key]
+
+    def clear_features(self) -> None:
+        """Forget the features; the hooks stay."""
+        for session, _ in self._sessions.values():
+            session.recording.clear()
+
+    def clear_hooks(self) -> None:
+        """Take every hook away, and the features with them."""
+        for key in self.get_keys():
+            self.remove(key)
+
+    def _find(self, key: str) -> tuple[Session, Site]:
+        if not isinstance(key, str):
+            raise TypeError(f"'key' must be a string, found {type(key).__name__}.")
+        if key not in self._sessions:
+            raise SelectorError(f"no hook with key {key!r}. {suggestion(key, self._sessions)}".rstrip())
+        return self._sessions[key]
+
+    def __enter__(self) -> HookManager:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for session, _ in self._sessions.values():
+            session.close()
+
+    def summary(self) -> None:
+        """Print what is hooked and what was captured."""
+        print(self)
+
+    def __str__(self) -> str:
+        head = f"Model: {type(self.model).__name__} | Total Parameters: {count(count_parameters(self.model))}"
+        if not self._sessions:
+            return f"{head}\nNo hooks have been registered."
+        features = self.get_all()
+        waiting = [key for key, values in features.items() if not values]
+        if len(waiting) == len(features):
+            what = "1 hook" if len(features) == 1 else f"{len(features)} hooks"
+            return f"{head}\n{what} registered ({', '.join(features)}), but no features have been captured yet."
+        limit = self.max_size if self.max_size > 0 else "unlimited"
+        lines = [head, f"Registered Hooks: {len(features)} (max_size={limit})", _RULE, "Captured Features Summary:"]
+        lines += [f"{'Layer Key':<30}{'Feature Count':<20}Feature Shape", _RULE]
+        lines += [f"{key:<30}{len(values):<20}{tree.describe(values[0])}" for key, values in features.items() if values]
+        if waiting:
+            lines += [_RULE, "Hooks Registered but Not Triggered Yet:", *(f"- {key}" for key in waiting)]
+        return "\n".join([*lines, _RULE])
+
+    __repr__ = __str__
+
+
+class Features(list[Any]):
+    """Feature values in the order of the paths; also read by path: ``features["features.6"]``."""
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        super().__init__(named.values())
+        self._named = named
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self._named:
+            raise SelectorError(f"no feature {key!r} here. {suggestion(key, self._named)}")
+        return self._named[key]
+
+    def keys(self) -> list[str]:
+        return list(self._named)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._named.items())
+
+
+class _Featured(nn.Module):
+    """A model together with layers whose outputs are wanted. Hooks are there only while ``forward`` runs."""
+
+    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.paths = [paths] if isinstance(paths, str) else list(paths)
+        self._targets()  # a wrong path is said now, not at the first call
+
+    def _targets(self) -> dict[str, Target]:
+        index = Index(self.model)
+        chosen = {path: resolve(self.model, path, index=index) for path in self.paths}
+        return {str(t.site) if len(found) > 1 else path: t for path, found in chosen.items() for t in found}
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        targets = self._targets()
+        session = Session(self.model)
+        session.record(dict.fromkeys(targets.values()), Keep("live"))
+        with session as recording:
+            output = self.model(*args, **kwargs)
+        return {path: recording[target.site] for path, target in targets.items()}, output
+
+
+class FeatureLayers(_Featured):
+    """A model that returns the outputs of chosen layers beside its own: ``features, output = hooked(x)``.
+
+    >>> hooked = FeatureLayers(nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True)), ["0"])
+    >>> features, output = hooked(torch.ones(1, 2))
+    >>> features["0"].shape, features[0].requires_grad
+    (torch.Size([1, 3]), True)
+
+    Values stay on the autograd graph and are what the layer produced, even where the next one works in place.
+    """
+
+    def __init__(self, model: nn.Module, feature_layer_paths: Iterable[str]) -> None:
+        super().__init__(model, feature_layer_paths)
+        self.feature_layer_paths = self.paths
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Features, Any]:
+        named, output = self._run(args, kwargs)
+        return Features(named), output
+
+
+class FeatureLayer(_Featured):
+    """A model that returns the output of one layer beside its own: ``feature, output = hooked(x)``."""
+
+    def __init__(self, model: nn.Module, feature_layer_path: str) -> None:
+        super().__init__(model, [feature_layer_path])
+        self.feature_layer_path = feature_layer_path
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        named, output = self._run(args, kwargs)
+        return next(iter(named.values())), output
+
+
+class FeatureExtractor(_Featured):
+    """A model whose output is a dict of the outputs of chosen layers."""
+
+    def __init__(self, model: nn.Module, layer_names: Iterable[str]) -> None:
+        super().__init__(model, layer_names)
+        self.layer_names = self.paths
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._run(args, kwargs)[0]
+
+
+def get_layer_candidates(model: nn.Module, max_depth: int = 1) -> Iterator[str]:
+    """The paths of a model's layers, down to ``max_depth`` levels.
+
+    >>> list(get_layer_candidates(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
+    ['0', '1']
+    """
+    return (layer.name for layer in layers(model, max_depth) if layer.name)
+
+
+class VerboseExecution(nn.Module):
+    """A model that prints the shape of every direct child's output as it runs.
+
+    ``depth`` goes further down; ``dtype`` and ``time`` add those; ``print`` takes the lines instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        depth: int = 1,
+        dtype: bool = False,
+        time: bool = False,
+        print: Callable[[str], Any] = print,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.depth = depth
+        self.dtype = dtype
+        self.time = time
+        self.print = print
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index = Index(self.model)
+        session = Session(self.model, index=index, warn=False)
+        for name in get_layer_candidates(self.model, self.depth):
+            module, started = index.modules[name], list[float]()
+            if self.time:
+                session.on(Target(Site(name, port="input"), module), _starter(started))
+            session.on(Target(Site(name), module), self._printer(name, started))
+        with session:
+            return self.model(*args, **kwargs)
+
+    def _printer(self, name: str, started: list[float]) -> hooks.Action:
+        def show(value: Any, call: int) -> Any:
+            text = _sizes(value)
+            if self.dtype:
+                text += " " + "/".join(dict.fromkeys(str(t.dtype) for t in tree.tensors(value)))
+            if started:
+                text += f" {(time.perf_counter() - started.pop()) * 1e3:.2f} ms"
+            self.print(f"{name}: {text}")
+            return value
+
+        return show
+
+
+def _starter(started: list[float]) -> hooks.Action:
+    def start(value: Any, call: int) -> Any:
+        started.append(time.perf_counter())
+        return value
+
+    return start
+
+
+def _sizes(value: Any) -> str:
+    return str(value.shape) if isinstance(value, torch.Tensor) else tree.describe(value)
+
+
+def gradient_clipper(model: nn.Module, val: float) -> nn.Module:
+    """Clamp every parameter's gradient to ``[-val, val]`` as it is computed, from now on; returns the model."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hooks.on_gradient(parameter, lambda grad: grad.clamp(-val, val))
+    return model
+
+
+class Hook:
+    """A callable for ``register_forward_hook`` that keeps what goes into a module and what comes out.
+
+    Inputs are kept as the tuple that PyTorch passes; values are safe, and still on the autograd graph.
+    """
+
+    def __init__(self) -> None:
+        self.module_name: list[type[nn.Module]] = []
+        self.features_in_hook: list[Any] = []
+        self.features_out_hook: list[Any] = []
+        self._keep = Keep("live")
+
+    def __call__(self, module: nn.Module, fea_in: Any, fea_out: Any) -> None:
+        self.module_name.append(type(module))
+        self.features_in_hook.append(self._keep.value(fea_in))
+        self.features_out_hook.append(self._keep.value(fea_out))
+
+
+def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+    """The number of parameters, tied weights counted once."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
+    return sum(p.numel() for p in set(model.parameters()) if p.requires_grad or not trainable_only)
+
+
+def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
+    """Print the parameters of a model and of each of its layers; a tied weight counts where it comes first."""
+    total, trainable = count_parameters(model), count_parameters(model, trainable_only=True)
+    wide = "=" * 80
+    lines = [wide, f"Model Summary: {type(model).__name__}", _RULE]
+    for title, number in (("Total", total), ("Trainable", trainable), ("Non-trainable", total - trainable)):
+        lines.append(f"{title} Parameters: {count(number)}")
+    lines += [_RULE, f"{'Layer Name':<40} {'Total Params':<20} {'Trainable Params':<20}", wide]
+    seen: set[nn.Parameter] = set()
+    for path, module in Index(model).modules.items():
+        new = [p for p in module.parameters(recurse=False) if p not in seen]
+        seen.update(new)
+        depth = path.count(".")
+        if not path or (max_depth != -1 and depth > max_depth) or not (new or show_zero_params):
+            continue
+        sizes = [sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad)]
+        lines.append(f"{'  ' * depth + path:<40} {count(sizes[0]):<20} {count(sizes[1]):<20}")
+    print("\n".join([*lines, wide]))

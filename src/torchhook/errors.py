@@ -1,0 +1,108 @@
+"""Everything TorchHook raises or warns about.
+
+TorchHookError
+├── SelectorError        (ValueError, AttributeError)  a selector chose nothing, or cannot be read
+├── MissingRecordError   (KeyError)                    the recording has no such site
+│   └── NeverRanError                                  the site was selected and did not run
+├── AmbiguousCallError   (LookupError)                 the site ran more than once: say which call
+├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
+├── EditError            (ValueError)                  an edit does not fit the value it meets
+├── SessionError         (RuntimeError)                a session was used in a way it does not allow
+└── MissingExtraError    (ImportError)                 an optional package is not installed
+
+NeverRanWarning          (UserWarning)                 the exit report of a session
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class TorchHookError(Exception):
+    """Base of every error that TorchHook raises."""
+
+
+class SelectorError(TorchHookError, ValueError, AttributeError):
+    """A selector chose nothing, or cannot be read.
+
+    It is a ``ValueError`` and an ``AttributeError`` because callers of the older hook libraries
+    catch one or the other for a wrong layer name.
+    """
+
+
+class MissingRecordError(TorchHookError, KeyError):
+    """The recording has no such site."""
+
+    def __str__(self) -> str:  # KeyError would show the message as a repr
+        return str(self.args[0]) if self.args else ""
+
+
+class NeverRanError(MissingRecordError):
+    """The site was selected, but the model never ran it while the session was open."""
+
+
+class AmbiguousCallError(TorchHookError, LookupError):
+    """The site ran more than once, so its address alone does not name one value."""
+
+
+class RecordingFileError(TorchHookError, ValueError):
+    """A saved file is truncated, altered, or was not written by TorchHook."""
+
+
+class EditError(TorchHookError, ValueError):
+    """An edit produced a value that does not fit the place it was made for."""
+
+
+class SessionError(TorchHookError, RuntimeError):
+    """A session was used in a way it does not allow."""
+
+
+class MissingExtraError(TorchHookError, ImportError):
+    """An optional package is not installed."""
+
+
+class NeverRanWarning(UserWarning):
+    """Sites that were selected and never ran, with the likely cause of each."""
+
+
+def closest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known names nearest to ``name``, best first.
+
+    >>> closest("layer4.1.rel", ["layer4.1.relu", "layer4.1.bn1", "fc"])
+    ['layer4.1.relu', 'layer4.1.bn1']
+    """
+    names = list(dict.fromkeys(known))
+    folded: dict[str, str] = {}
+    for candidate in names:
+        folded.setdefault(candidate.casefold(), candidate)
+    wanted = name.casefold()
+    found = [folded[match] for match in difflib.get_close_matches(wanted, folded, n=limit, cutoff=0.5)]
+    # A name remembered without its prefix ("relu" for "layer1.0.relu") is far away by edit distance.
+    tail = wanted.rsplit(".", 1)[-1]
+    found += [n for n in names if tail and n.casefold().rsplit(".", 1)[-1] == tail]
+    return list(dict.fromkeys(found))[:limit]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """A sentence that offers the closest names, or the first few when none is close."""
+    names = [n for n in dict.fromkeys(known) if n]
+    near = closest(name, names)
+    if near:
+        return f"Closest: {', '.join(map(repr, near))}."
+    if not names:
+        return ""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return f"There are: {', '.join(map(repr, names[:6]))}{more}."
+
+
+def require(package: str, extra: str) -> ModuleType:
+    """Import an optional package, or say in one sentence how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingExtraError(
+            f'{package} is needed for this and is not installed: pip install "torchhook[{extra}]"'
+        ) from error

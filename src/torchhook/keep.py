@@ -1,0 +1,203 @@
+"""From a passing value to the one that is kept: safe, detached, transformed, cast, moved.
+
+This is the only home of copy-on-write and of side streams.
+
+*Copy-on-write.* ``torch._lazy_clone`` shares a tensor's memory until someone writes to it, so a safe
+capture costs a copy only where the model really overwrites the value. Memory that outlives the forward
+(parameters, buffers, the caller's own inputs) is cloned for real instead: a shared storage moves to a new
+address when it is written, which raw pointers held elsewhere (numpy views, CUDA graphs) would not follow.
+
+*Side streams.* ``.cpu()`` in a hook makes the model wait for the transfer. ``device="cpu"`` copies CUDA
+tensors to pinned memory on a stream of its own instead; ``Keep.wait`` is the one wait at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook import tree
+
+Transform = Callable[[Any], Any]
+
+MODES = ("copy", "live", "reference")
+
+_lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", torch.clone)
+_in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
+
+
+class Keep:
+    """How values are kept: ``keep.value(passing)`` is what is kept of one.
+
+    ``mode`` is ``"copy"`` (detached and safe), ``"live"`` (safe, still on the autograd graph) or
+    ``"reference"`` (the bare tensor, which the model may overwrite). ``transform`` sees the passing
+    value before it is copied, so that what it throws away is never copied or moved.
+    """
+
+    def __init__(
+        self,
+        mode: str = "copy",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"keep={mode!r} is not a way to keep values; use {', '.join(map(repr, MODES))}.")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform must be callable, found {type(transform).__name__}.")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
+        self.mode = mode
+        self.device = None if device is None else torch.device(device)
+        self.dtype = dtype
+        self.transform = transform
+        self._outliving: list[Tensor] = []
+        self._outliving_ids: frozenset[int] = frozenset()
+        self._outliving_storages: frozenset[int | None] | None = None
+        self._to_host = HostCopies() if self.device == torch.device("cpu") else None
+        plain = self.device is None and dtype is None
+        self._tensor = {"copy": self._copy, "live": self._live, "reference": _as_is}[mode] if plain else self._converted
+        plain = plain or (self._to_host is not None and dtype is None)
+        self.value: Callable[[Any], Any] = (
+            self._fast_copy if mode == "copy" and plain and transform is None else self._value
+        )
+        """Keeps one value. Not a method of its own: the choice is made once, not at every call."""
+
+    def _fast_copy(self, value: Any) -> Any:
+        if (  # _may_share for the common case, without a call
+            type(value) is Tensor
+            and (self._to_host is None or value.is_cpu)
+            and not value._is_view()
+            and not value.is_inference()
+            and not value.is_quantized
+            and id(value) not in self._outliving_ids
+            and not _in_functorch()
+        ):
+            try:
+                return _lazy_clone(value.detach() if value.requires_grad else value)
+            except (NotImplementedError, RuntimeError):
+                pass
+        return self._value(value)
+
+    def _value(self, value: Any) -> Any:
+        if self.transform is not None:
+            if self.mode == "copy":
+                with torch.no_grad():
+                    value = self.transform(value)
+            else:
+                value = self.transform(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        return tree.map_tensors(self._tensor, value)
+
+    def outlive(self, *tensors: Iterable[Tensor]) -> None:
+        """Name the tensors whose memory outlives the forward pass, in place of those named before."""
+        self._outliving = [tensor for some in tensors for tensor in some]
+        self._outliving_ids = frozenset(map(id, self._outliving))
+        self._outliving_storages = None
+
+    def wait(self) -> None:
+        """Return when every value that was kept can be read."""
+        if self._to_host is not None:
+            self._to_host.wait()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._may_share(tensor):
+            try:
+                return _lazy_clone(tensor.detach() if tensor.requires_grad else tensor)
+            except (NotImplementedError, RuntimeError):
+                pass  # sparse and opaque layouts; memory that torch does not own
+        return tensor.detach().clone()
+
+    def _live(self, tensor: Tensor) -> Tensor:
+        if self._may_share(tensor):
+            try:
+                return _lazy_clone(tensor)
+            except (NotImplementedError, RuntimeError):
+                pass
+        return tensor.clone()
+
+    def _may_share(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
+        if type(tensor) not in _PLAIN or tensor.is_quantized or _in_functorch():
+            return False
+        if not tensor._is_view() and not tensor.is_inference():
+            return id(tensor) not in self._outliving_ids
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return False
+        if storage.nbytes() > _ROOMY * tensor.nbytes:
+            return False  # a small view would hold on to all of it
+        if self._outliving_storages is None:
+            self._outliving_storages = frozenset(map(_storage_id, self._outliving))
+        return storage._cdata not in self._outliving_storages
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        source = tensor.detach() if self.mode == "copy" else tensor
+        if self.dtype is not None and source.is_floating_point():
+            source = source.to(self.dtype)
+        strided = type(source) in _PLAIN and source.layout == torch.strided and not source.is_quantized
+        if self._to_host is not None and source.is_cuda and strided and self.mode == "copy":
+            if source is not tensor and source.dtype != tensor.dtype:
+                return self._to_host.copy(source)  # the cast made fresh memory: nobody else writes to it
+            return self._to_host.copy(self._copy(source))
+        if self.device is not None:
+            source = source.to(self.device)
+        fresh = source.dtype != tensor.dtype or source.device != tensor.device
+        if fresh or self.mode == "reference":
+            return source
+        return self._copy(source) if self.mode == "copy" else self._live(source)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _storage_id(tensor: Tensor) -> int | None:
+    # Not data_ptr(): asking for a pointer ends copy-on-write.
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+class HostCopies:
+    """Copies from CUDA to pinned host memory that the model does not wait for."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def copy(self, source: Tensor) -> Tensor:
+        """Start copying ``source``, which nobody may write to, and return the host tensor to be filled."""
+        device = source.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(source, device="cpu", pin_memory=True)
+            host.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        # The source is held until the copy is done: once it is dropped, the last owner of a
+        # copy-on-write storage may write to the memory in place while the copy still reads it.
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        self._pending.append((done, source))
+        return host
+
+    def wait(self) -> None:
+        while self._pending:
+            event, source = self._pending[0]
+            event.synchronize()
+            self._pending.popleft()
+            del source

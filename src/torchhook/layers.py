@@ -1,0 +1,129 @@
+"""``layers``: what a model is made of, as a tree that prints, iterates and shows in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchhook import tree
+from torchhook.errors import SelectorError, suggestion
+from torchhook.keep import Keep
+from torchhook.select import Index, Target, is_callable
+from torchhook.session import Session
+from torchhook.sites import Site
+from torchhook.tables import Table, count
+
+
+class Layer(NamedTuple):
+    """One module: its path, its type, and the parameters in it and below it, tied weights counted once."""
+
+    name: str
+    type: str
+    parameters: int
+    shape: str | None = None
+    """The shape of its output, if the model was run; ``None`` if it was not, or never called this module."""
+    shared_with: str | None = None
+    """The first name of a module that has more than one."""
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".") + 1 if self.name else 0
+
+
+class Layers:
+    """The modules of a model, parents first. Iterate it, index it by name, print it."""
+
+    def __init__(self, title: str, layers: list[Layer]) -> None:
+        self.title = title
+        self._layers = layers
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, name: str | int) -> Layer:
+        if isinstance(name, int):
+            return self._layers[name]
+        for layer in self._layers:
+            if layer.name == name:
+                return layer
+        raise SelectorError(f"no layer {name!r} here. {suggestion(name, [layer.name for layer in self])}")
+
+    def __contains__(self, name: object) -> bool:
+        return any(layer.name == name for layer in self._layers)
+
+    def names(self) -> list[str]:
+        return [layer.name for layer in self._layers]
+
+    def table(self) -> Table:
+        run = any(layer.shape is not None for layer in self)
+        rows = []
+        for layer in self:
+            indent = "  " * max(layer.depth - 1, 0)
+            kind = layer.type if layer.shared_with is None else f"{layer.type} = {layer.shared_with}"
+            shape = [layer.shape or "-"] if run else []
+            rows.append([f"{indent}{layer.name or '(model)'}", kind, *shape, f"{layer.parameters:,}"])
+        return Table(self.title, ["layer", "type", *(["output"] if run else []), ">parameters"], rows)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) -> Layers:
+    """The modules of a model down to ``depth``, with the shapes of their outputs if ``inputs`` are given.
+
+    >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), inputs=torch.zeros(1, 2)))
+    Sequential: 2 layers, 9.00 parameters
+    layer    type        output  parameters
+    ---------------------------------------
+    (model)  Sequential  (1, 3)           9
+    0        Linear      (1, 3)           9
+    1        ReLU        (1, 3)           0
+
+    ``inputs`` is a tensor, a tuple of arguments, or a dict of keyword arguments; the model runs once in eval mode
+    without gradients, and is left as it was.
+    """
+    if depth is not None and depth < 0:
+        raise ValueError(f"depth={depth}: give the number of levels below the model, or None for all of them.")
+    index = Index(model)
+    shapes = {} if inputs is None else _shapes(model, index, inputs)
+    found = []
+    for path, module in index.modules.items():
+        first = index.names[module][0]
+        parameters = sum(_count(p) for p in set(module.parameters()))
+        shared = None if first == path else first
+        layer = Layer(path, type(module).__name__, parameters, shapes.get(module), shared)
+        if depth is None or layer.depth <= depth:
+            found.append(layer)
+    total = sum(_count(p) for p in set(model.parameters()))
+    title = f"{type(index.modules['']).__name__}: {len(index.modules) - 1} layers, {count(total).strip()} parameters"
+    return Layers(title, found)
+
+
+def _count(parameter: Tensor) -> int:
+    return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
+
+
+def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[nn.Module, str]:
+    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+    kwargs = inputs if isinstance(inputs, dict) else {}
+    session = Session(model, index=index, warn=False)
+    targets = {m: Target(Site(names[0]), m) for m, names in index.names.items() if is_callable(m)}
+    session.record(targets.values(), Keep(transform=tree.describe), max_records=1)
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        with torch.no_grad(), session as recording:
+            model(*args, **kwargs)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return {m: recording.all(t.site)[-1] for m, t in targets.items() if t.site in recording}

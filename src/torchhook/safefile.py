@@ -1,0 +1,136 @@
+"""Safetensors files that are written whole or not at all, and checked when they are read.
+
+The header is written here because a file must be synced before it takes its final name, which the
+safetensors library does not do; every stock reader opens the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook.errors import RecordingFileError
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_ALIGN = 64
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """Write dense CPU tensors of the dtypes in ``DTYPES``. An old file stays until the new one is complete."""
+    path = Path(path)
+    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        end = offset + tensor.nbytes
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    digest = _digest(entries, metadata)
+    chunks = [_raw(tensors[name]) for name in order]
+    for chunk in chunks:
+        digest.update(chunk)
+    about = {**metadata, "sha256": digest.hexdigest()}
+    header = json.dumps({"__metadata__": about, **entries}).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGN)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(header).to_bytes(8, "little"))
+            file.write(header)
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read a file of ``write``, or say what is wrong with it."""
+    path = Path(path)
+    data = bytearray(path.read_bytes())
+    if len(data) < 8:
+        raise _broken(path, f"{len(data)} bytes are too few for any safetensors file")
+    end = 8 + int.from_bytes(data[:8], "little")
+    if end > len(data):
+        raise _broken(path, f"the header should end at byte {end}, the file at byte {len(data)}: truncated or altered")
+    try:
+        entries = json.loads(bytes(data[8:end]))
+        metadata = dict(entries.pop("__metadata__"))
+        stated = metadata.pop("sha256")
+        wanted = end + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _broken(
+            path, "the header is not one that torchhook writes: altered, or another program's file"
+        ) from error
+    if wanted != len(data):
+        raise _broken(path, f"the tensors should end at byte {wanted}, the file ends at byte {len(data)}: truncated")
+    digest = _digest(entries, metadata)
+    digest.update(memoryview(data)[end:])
+    if digest.hexdigest() != stated:
+        raise _broken(path, "the checksum does not fit the contents: the file was altered after it was written")
+    try:
+        tensors = {name: _view(data, end, entry) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _broken(path, "a tensor entry of the header makes no sense") from error
+    return tensors, metadata
+
+
+def _digest(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
+    return hashlib.sha256(json.dumps([entries, dict(metadata)], sort_keys=True).encode())
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _view(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
+    dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
+    first, last = entry["data_offsets"]
+    if first == last:
+        return torch.empty(shape, dtype=dtype)
+    items = (last - first) // dtype.itemsize
+    return torch.frombuffer(data, dtype=dtype, count=items, offset=start + first).reshape(shape)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _broken(path: Path, why: str) -> RecordingFileError:
+    return RecordingFileError(f"{path} cannot be read: {why}. Write it again, or take it from a backup.")

@@ -1,0 +1,248 @@
+"""Selectors to ordered sites, decided before any hook is attached.
+
+A selector is an address (``"layer4"``, ``"fc:input"``), a glob by component (``"h.*.mlp"``,
+``"**.relu"``), a compiled regular expression, a module type, a module object, a predicate
+``(name, module) -> bool``, or a list of these. One that chooses nothing is an error with the closest
+names.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from torchhook.errors import SelectorError, suggestion
+from torchhook.sites import PORTS, Site, parse, walk
+
+Selector: TypeAlias = (
+    "str | Site | re.Pattern[str] | type[nn.Module] | nn.Module | Callable[[str, nn.Module], bool] | Sequence[Selector]"
+)
+
+
+class Target(NamedTuple):
+    """A site together with the module that its hook goes on."""
+
+    site: Site
+    module: nn.Module
+    tensor: str | None = None
+    """The name of the module's own parameter or buffer, when the site is one."""
+
+
+class Index:
+    """The names of a model: modules by path, parameters and buffers by path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+        self.modules = dict(walk(model))
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[nn.Module, str]]:
+        """Parameters and buffers by path, each as its owner and its name there."""
+        return {
+            f"{path}.{name}" if path else name: (module, name)
+            for path, module in self.modules.items()
+            for name in (*module._parameters, *module._buffers)
+        }
+
+    @functools.cached_property
+    def names(self) -> dict[nn.Module, list[str]]:
+        """Every name of every module; a shared one has several."""
+        names: dict[nn.Module, list[str]] = {}
+        for path, module in self.modules.items():
+            names.setdefault(module, []).append(path)
+        return names
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return True
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def resolve(
+    model: nn.Module,
+    selectors: Selector,
+    *,
+    exclude: Selector | None = None,
+    port: str = "output",
+    index: Index | None = None,
+) -> list[Target]:
+    """The sites that the selectors choose, in the order written and then in the order of the model.
+
+    ``port`` is meant where a selector names none. A module that has several names is chosen once, under
+    the first name that was asked for.
+    """
+    if port not in PORTS:
+        raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
+    index = Index(model) if index is None else index
+    left_out = set() if exclude is None else {(t.module, t.tensor) for t in _choose(index, exclude, port)}
+    chosen: dict[Any, Target] = {}
+    for target in _choose(index, selectors, port):
+        site, module, tensor = target
+        if not left_out or (module, tensor) not in left_out:
+            chosen.setdefault((module, tensor, site[1:]), target)
+    if not chosen:
+        raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
+    return list(chosen.values())
+
+
+def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
+    if isinstance(selector, str):
+        yield from _by_text(index, selector, port)
+    elif isinstance(selector, Site):
+        yield from _by_site(index, selector, str(selector))
+    elif isinstance(selector, nn.Module):
+        names = index.names.get(selector)
+        if names is None:
+            raise SelectorError(
+                f"this {type(selector).__name__} is not part of the model: "
+                "a copy, a wrapper or another model's layer. Pass the model's own module, or its name."
+            )
+        yield from _by_site(index, Site(names[0], port=port), f"{type(selector).__name__} {names[0]!r}")
+    elif isinstance(selector, re.Pattern):
+        found = _modules(index, lambda path, _: selector.search(path) is not None)
+        yield from _some(
+            index, found, Site("", port=port), f"regular expression {selector.pattern!r}", selector.pattern
+        )
+    elif isinstance(selector, type):
+        if not issubclass(selector, nn.Module):
+            raise SelectorError(f"{selector.__name__} is a type, but not a torch.nn.Module type.")
+        found = _modules(index, lambda _, module: isinstance(module, selector))
+        types = sorted({type(m).__name__ for m in index.modules.values()})
+        if not found:
+            raise SelectorError(
+                f"no module of the model is a {selector.__name__}. {suggestion(selector.__name__, types)}"
+            )
+        yield from _some(index, found, Site("", port=port), selector.__name__, selector.__name__)
+    elif isinstance(selector, (list, tuple, set, frozenset)):
+        if not selector:
+            raise SelectorError("an empty list selects nothing. Name at least one site, or '**' for every module.")
+        for part in selector:
+            yield from _choose(index, part, port)
+    elif callable(selector):
+        name = getattr(selector, "__name__", type(selector).__name__)
+        yield from _some(index, _modules(index, selector), Site("", port=port), f"predicate {name}", name)
+    else:
+        raise SelectorError(
+            f"{selector!r} ({type(selector).__name__}) is not a selector. Use an address or glob, a compiled regular "
+            "expression, a module type, a module of the model, a predicate (name, module) -> bool, or a list of these."
+        )
+
+
+def _modules(index: Index, accept: Callable[[str, nn.Module], Any]) -> list[str]:
+    return [path for path, module in index.modules.items() if accept(path, module)]
+
+
+def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> Iterator[Target]:
+    """``site`` at each of the paths that a pattern found. Containers without a forward are passed over."""
+    running = [path for path in paths if is_callable(index.modules[path])]
+    if not paths:
+        raise SelectorError(f"{what} matches no module. {suggestion(text, index.modules)}")
+    if not running:
+        raise SelectorError(f"{what} matches only containers that are never called: {', '.join(map(repr, paths[:4]))}.")
+    _, op, call, port = site
+    for path in running:
+        yield Target(Site(path, op, call, port), index.modules[path])
+
+
+def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
+    site = parse(text, index.modules)
+    if site.path not in index.modules:
+        site = parse(text, index.tensors)
+    if site.port == "output" and not text.endswith(":output"):
+        site = site._replace(port=port)
+    if not _is_glob(site.path) or site.path in index.modules or site.path in index.tensors:
+        yield from _by_site(index, site, text)
+        return
+    matches = _glob(site.path).fullmatch
+    # The model itself is no component of a path: a glob never means it.
+    paths = [path for path in index.modules if path and matches(path + ".")]
+    if paths:
+        yield from _some(index, paths, site, repr(text), site.path)
+        return
+    names = [name for name in index.tensors if matches(name + ".")]
+    if not names:
+        raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
+    for name in names:
+        yield Target(site._replace(path=name), *index.tensors[name])
+
+
+def _by_site(index: Index, site: Site, text: str) -> Iterator[Target]:
+    module = index.modules.get(site.path)
+    if module is None:
+        if site.path not in index.tensors:
+            raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
+        yield Target(site, *index.tensors[site.path])
+    elif is_callable(module) or site.op is not None:
+        yield Target(site, module)
+    else:
+        raise SelectorError(
+            f"{text!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "
+            f"Select its members: '{site.path}.*'."
+        )
+
+
+def _name_hint(index: Index, path: str) -> str:
+    deeper = [p for p in index.modules if p.endswith("." + path)]
+    if len(deeper) > 1:
+        return f"'**.{path}' would choose {len(deeper)}: {', '.join(map(repr, deeper[:3]))}, …"
+    dotted = re.sub(r"\[(\d+)\]", r".\1", path)  # blocks[3], as one writes it in Python
+    if dotted != path and dotted in index.modules:
+        return f"Did you mean {dotted!r}?"
+    names = [*index.modules, *index.tensors] if _last(path) in {_last(p) for p in index.tensors} else index.modules
+    return suggestion(path, names)
+
+
+def _glob_hint(index: Index, pattern: str) -> str:
+    deeper = [p for p in index.modules if p and _glob(f"**.{pattern}").fullmatch(p + ".")]
+    if deeper:
+        return (
+            f"'*' stands for one level; '**.{pattern}' would choose {len(deeper)}: {', '.join(map(repr, deeper[:3]))}."
+        )
+    dotted = re.sub(r"\[(\d+)\]", r".\1", pattern)
+    if dotted != pattern and dotted in index.modules:
+        return f"Did you mean {dotted!r}?"
+    return suggestion(re.sub(r"[*?\[\]]", "", pattern), index.modules)
+
+
+def _last(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
+def _is_glob(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+@functools.lru_cache(maxsize=256)
+def _glob(pattern: str) -> re.Pattern[str]:
+    """A glob as a regular expression over a path with a dot after every component.
+
+    ``**`` stands for any number of components, none included; ``*``, ``?`` and ``[…]`` stay inside one.
+    """
+    components = (r"(?:[^.]+\.)*" if c == "**" else _component(c) + r"\." for c in pattern.split("."))
+    return re.compile("".join(components), re.DOTALL)
+
+
+def _component(glob: str) -> str:
+    def piece(match: re.Match[str]) -> str:
+        text = match[0]
+        if text.startswith("["):
+            inside = text[1:-1].replace("\\", "\\\\")
+            return f"[^{inside[1:]}.]" if inside.startswith("!") else f"[{inside}]"
+        return {"*": "[^.]*", "?": "[^.]"}.get(text) or re.escape(text)
+
+    return re.sub(r"\[!?[^\]]+\]|.", piece, glob, flags=re.DOTALL)
+
+
+def live_tensor(target: Target) -> Tensor:
+    """The parameter or buffer that a tensor target names, as the module holds it now."""
+    assert target.tensor is not None
+    value = getattr(target.module, target.tensor)
+    assert isinstance(value, Tensor)
+    return value

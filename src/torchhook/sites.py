@@ -1,0 +1,112 @@
+"""Sites and their addresses: ``path[/op][#call][:port]``.
+
+A site is a place where a value passes: a module's path in the model, optionally an operation inside
+it, optionally one call only, and a port. ``str(site)`` is its address; ``parse`` reads one.
+Names are the original ones: what ``torch.compile``, DDP, FSDP and activation checkpointing put
+between a module and its parent never shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+PORTS = ("output", "input", "grad", "grad_input")
+
+
+class Site(NamedTuple):
+    """Where a value passes.
+
+    >>> str(Site("layer4.1.relu", call=1, port="input"))
+    'layer4.1.relu#1:input'
+    """
+
+    path: str
+    op: str | None = None
+    call: int | None = None
+    port: str = "output"
+
+    def __str__(self) -> str:
+        op = "" if self.op is None else f"/{self.op}"
+        call = "" if self.call is None else f"#{self.call}"
+        port = "" if self.port == "output" else f":{self.port}"
+        return f"{self.path}{op}{call}{port}"
+
+    @property
+    def every_call(self) -> Site:
+        """The same site without a call index."""
+        return self if self.call is None else self._replace(call=None)
+
+
+def parse(address: str, known: Collection[str] = ()) -> Site:
+    """Read an address.
+
+    ``known`` holds paths that exist. A module's name may itself contain ``/``, ``#`` or ``:``, so the
+    longest reading whose path is known wins; without one, the grammar decides alone.
+
+    >>> parse("blocks.3.attn/softmax#2:input")
+    Site(path='blocks.3.attn', op='softmax', call=2, port='input')
+    """
+    readings = list(_readings(address))
+    return next((site for site in readings if site.path in known), readings[-1])
+
+
+def _readings(address: str) -> Iterator[Site]:
+    """Every way to read an address, from the plain path to the fully decorated one."""
+    yield Site(address)
+    rest, port = address, "output"
+    head, colon, tail = address.rpartition(":")
+    if colon and tail in PORTS:
+        rest, port = head, tail
+        yield Site(rest, port=port)
+    call: int | None = None
+    if match := re.fullmatch(r"(.*)#(\d+)", rest, re.DOTALL):
+        rest, call = match[1], int(match[2])
+        yield Site(rest, call=call, port=port)
+    head, slash, op = rest.rpartition("/")
+    if slash and op:
+        yield Site(head, op=op, call=call, port=port)
+
+
+_WRAPPED = {
+    "_orig_mod": {"OptimizedModule"},
+    "module": {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"},
+    "_fsdp_wrapped_module": {"FullyShardedDataParallel"},
+    "_checkpoint_wrapped_module": {"ActivationWrapper", "CheckpointWrapper", "OffloadWrapper"},
+}
+
+
+def _is_wrapper(parent: nn.Module, child: str) -> bool:
+    # By class name: importing dynamo or FSDP only to ask would cost seconds. A user's own attribute
+    # called `module` keeps its name.
+    return any(b.__name__ in _WRAPPED[child] and b.__module__.startswith("torch.") for b in type(parent).__mro__)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its original path, parents first; a shared module comes under each of its names.
+
+    Of a wrapper and what it wraps, which have the same path, only the wrapped module is given.
+    """
+    yield from _walk(model, "", ())
+
+
+def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if module in above:  # a module that contains itself
+        return
+    children = module._modules
+    inner = next((name for name in _WRAPPED if name in children and _is_wrapper(module, name)), None)
+    if inner is None:
+        yield path, module
+    if not children:
+        return
+    above = (*above, module)
+    for name, child in children.items():
+        if child is not None:
+            below = path if name == inner else f"{path}.{name}" if path else name
+            if child._modules:
+                yield from _walk(child, below, above)
+            else:
+                yield below, child

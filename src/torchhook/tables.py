@@ -1,0 +1,85 @@
+"""Small tables as plain text and as HTML, for everything that prints itself."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+_STYLE = (
+    "border-collapse:collapse;font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px;line-height:1.5"
+)
+
+
+class Table:
+    """A title, columns and rows of text. Columns whose title starts with ``>`` are set right.
+
+    >>> print(Table("Sizes", ["name", ">size"], [["a", "1"], ["b", "20"]]))
+    Sizes
+    name  size
+    ----------
+    a        1
+    b       20
+    """
+
+    def __init__(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+    ) -> None:
+        self.title = title
+        self.columns = [c.removeprefix(">") for c in columns]
+        self.right = [c.startswith(">") for c in columns]
+        self.rows = [[str(cell) for cell in row] for row in rows]
+        self.notes = list(notes)
+
+    def __str__(self) -> str:
+        cells = [self.columns, *self.rows]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+
+        def line(row: Sequence[str]) -> str:
+            set_ = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, self.right, strict=True))
+            return "  ".join(set_).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        head = [self.title] if self.title else []
+        return "\n".join([*head, line(self.columns), rule, *map(line, self.rows), *self.notes])
+
+    def _repr_html_(self) -> str:
+        def cells(row: Sequence[str], tag: str) -> str:
+            return "".join(
+                f'<{tag} style="text-align:{"right" if right else "left"};padding:1px 10px 1px 0;white-space:pre">'
+                f"{html.escape(cell)}</{tag}>"
+                for cell, right in zip(row, self.right, strict=True)
+            )
+
+        body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in self.rows)
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return (
+            f'<div class="torchhook" style="overflow-x:auto"><div><b>{html.escape(self.title)}</b></div>'
+            f'<table style="{_STYLE}"><thead><tr>{cells(self.columns, "th")}</tr></thead>'
+            f"<tbody>{body}</tbody></table>{notes}</div>"
+        )
+
+
+def count(number: float, precision: int = 2) -> str:
+    """A number in thousands, millions, …
+
+    >>> count(11689512)
+    '11.69 M'
+    """
+    units = ["", "K", "M", "G", "T"]
+    while abs(number) >= 1000 and len(units) > 1:
+        number /= 1000
+        del units[0]
+    return f"{number:.{precision}f} {units[0]}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(3211264)
+    '3.1 MiB'
+    """
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(nbytes) >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        del units[0]
+    return f"{nbytes:.0f} B" if units[0] == "B" else f"{nbytes:.1f} {units[0]}"

@@ -1,0 +1,232 @@
+"""Nested values: what a module takes and returns, seen as tensors with addresses.
+
+A value is a tensor, or a node (tuple, list, dict, named tuple, dataclass, anything registered with
+torch's pytree, or a plain object that holds tensors), or some other leaf (``None``, a number, a
+string). ``map_tensors`` rebuilds a value with its tensors changed, ``leaves`` lists what is inside
+with dotted addresses (``"1.0"``, ``"hidden_states.3"``), ``get`` and ``put`` reach one of them.
+
+This is the only file that knows torch's pytree registry.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+
+class Inputs(NamedTuple):
+    """What a module was called with, when that is not just one positional argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Node(NamedTuple):
+    keys: list[str]
+    children: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def unpack(value: Any) -> Node | None:
+    """Open a nested value one level, or return ``None`` for a leaf."""
+    kind = type(value)
+    if kind in _LEAF_TYPES or isinstance(value, Tensor):
+        return None
+    if kind is tuple or kind is list:
+        return Node(_indices(value), list(value), kind)
+    if kind is dict:
+        return Node([str(k) for k in value], list(value.values()), lambda new: dict(zip(value, new, strict=True)))
+    if isinstance(value, tuple):
+        return _unpack_tuple(value)
+    registered = _pytree.SUPPORTED_NODES.get(kind)
+    if registered is not None and kind not in _SIMPLE_CONTAINERS:
+        children, context = registered.flatten_fn(value)
+        children = list(children)
+        named = isinstance(value, dict) and len(value) == len(children)
+        keys = [str(k) for k in value] if named else _indices(children)
+        return Node(keys, children, lambda new: registered.unflatten_fn(new, context))
+    if isinstance(value, (list, deque)):
+        return Node(_indices(value), list(value), lambda new: _refill_sequence(value, new))
+    if isinstance(value, dict):
+        return Node([str(k) for k in value], list(value.values()), lambda new: _refill_dict(value, new))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        return Node(names, [getattr(value, n) for n in names], lambda new: _refill_object(value, names, new))
+    if _holds_tensors(value, set()):
+        names = list(vars(value))
+        return Node(names, [vars(value)[n] for n in names], lambda new: _refill_object(value, names, new))
+    return None
+
+
+_LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_SIMPLE_CONTAINERS = frozenset({list, dict, tuple, OrderedDict, deque})
+_NOT_DATA = (
+    type,
+    torch.nn.Module,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.GeneratorType,
+    np.ndarray,
+    torch.Generator,
+)
+
+
+def _indices(items: Any) -> list[str]:
+    return [str(i) for i in range(len(items))]
+
+
+def _unpack_tuple(value: tuple[Any, ...]) -> Node | None:
+    kind: Any = type(value)
+    fields = getattr(kind, "_fields", None)
+    if fields is not None:
+        # _make goes past a subclass's own __new__: PackedSequence checks and moves its arguments there.
+        return Node(list(fields), list(value), kind._make)
+    if hasattr(kind, "n_fields"):  # torch.return_types.*
+        return Node(_indices(value), list(value), kind)
+    return Node(_indices(value), list(value), lambda new: kind(new))
+
+
+def _refill_sequence(value: Any, new: list[Any]) -> Any:
+    result = copy.copy(value)
+    result.clear()
+    result.extend(new)
+    return result
+
+
+def _refill_dict(value: dict[Any, Any], new: list[Any]) -> Any:
+    result = copy.copy(value)
+    for key, child in zip(value, new, strict=True):
+        result[key] = child
+    return result
+
+
+def _refill_object(value: Any, names: list[str], new: list[Any]) -> Any:
+    result = copy.copy(value)
+    for name, child in zip(names, new, strict=True):
+        object.__setattr__(result, name, child)  # past a frozen dataclass
+    return result
+
+
+def _holds_tensors(value: Any, above: set[int]) -> bool:
+    """Whether a plain object (a key-value cache, a container of the user's own) has tensors inside.
+
+    A cyclic object is a leaf: there is no tree to rebuild.
+    """
+    if isinstance(value, Tensor):
+        return True
+    if type(value) in _LEAF_TYPES or isinstance(value, _NOT_DATA) or id(value) in above:
+        return False
+    if isinstance(value, (list, tuple, deque)):
+        inside: Any = value
+    elif isinstance(value, dict):
+        inside = value.values()
+    else:
+        inside = getattr(value, "__dict__", {}).values()
+    above = above | {id(value)}
+    return any(_holds_tensors(child, above) for child in inside) and not any(child is value for child in inside)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Rebuild ``value`` with ``function`` applied to every tensor; other leaves stay as they are.
+
+    >>> map_tensors(lambda t: t + 1, {"a": torch.zeros(2), "b": None})
+    {'a': tensor([1., 1.]), 'b': None}
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    node = unpack(value)
+    if node is None:
+        return value.copy() if isinstance(value, np.ndarray) else value
+    return node.rebuild([map_tensors(function, child) for child in node.children])
+
+
+def leaves(value: Any, address: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with its dotted address; the address of a bare leaf is ``""``."""
+    node = unpack(value)
+    if node is None:
+        yield address, value
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from leaves(child, f"{address}.{key}" if address else key)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside ``value``, in order."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for _, leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def get(value: Any, address: str) -> Any:
+    """The part of ``value`` at ``address``; a ``KeyError`` lists what is there when it is not."""
+    return _walk(value, address, None)
+
+
+def put(value: Any, address: str, change: Callable[[Any], Any]) -> Any:
+    """Rebuild ``value`` with the part at ``address`` replaced by ``change(part)``."""
+    return _walk(value, address, change)
+
+
+def _walk(value: Any, address: str, change: Callable[[Any], Any] | None) -> Any:
+    if not address:
+        return value if change is None else change(value)
+    node = unpack(value)
+    keys = [] if node is None else node.keys
+    # A dict key may itself hold dots: take the longest key that the address starts with.
+    for key in sorted(keys, key=len, reverse=True):
+        if address == key or address.startswith(key + "."):
+            assert node is not None
+            index, rest = keys.index(key), address[len(key) + 1 :]
+            below = _walk(node.children[index], rest, change)
+            if change is None:
+                return below
+            children = list(node.children)
+            children[index] = below
+            return node.rebuild(children)
+    there = ", ".join(repr(a) for a, _ in leaves(value) if a) or f"a bare {type(value).__name__}"
+    raise KeyError(f"no leaf {address!r} here; there are: {there}")
+
+
+def describe(value: Any) -> str:
+    """The shape of a value in a few characters.
+
+    >>> describe((torch.zeros(2, 3), None))
+    '((2, 3), None)'
+    """
+    if isinstance(value, Tensor):
+        return _shape(value)
+    node = unpack(value)
+    if node is None:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            text = repr(value)
+            return text if len(text) <= 24 else text[:21] + "..."
+        return type(value).__name__
+    if type(value) in (tuple, list):
+        inner = ", ".join(describe(c) for c in node.children[:4])
+        more = f", … {len(node.children)} in all" if len(node.children) > 4 else ""
+        left, right = ("(", ")") if type(value) is tuple else ("[", "]")
+        return f"{left}{inner}{more}{right}"
+    parts = [f"{k}={describe(c)}" for k, c in zip(node.keys, node.children, strict=True) if c is not None]
+    name = "" if type(value) is dict else type(value).__name__
+    more = ", …" if len(parts) > 4 else ""
+    return f"{name}{{{', '.join(parts[:4])}{more}}}"
+
+
+def _shape(tensor: Tensor) -> str:
+    if tensor.is_nested:  # a jagged size is symbolic, and a strided one has no shape at all
+        return f"({tensor.size(0)}, ragged)"
+    return "(" + ", ".join(str(s) for s in tensor.shape) + ("," if tensor.dim() == 1 else "") + ")"
