@@ -1,7 +1,8 @@
 """See, keep and change everything that flows through a PyTorch model."""
 
+from torchhook import edits
 from torchhook._version import __version__
-from torchhook.capture import Stopped, capture, run
+from torchhook.capture import Stopped, capture, edit, run
 from torchhook.classic import (
     FeatureExtractor,
     FeatureLayer,
@@ -35,6 +36,8 @@ __all__ = [
     "__version__",
     "capture",
     "count_parameters",
+    "edit",
+    "edits",
     "get_layer_candidates",
     "gradient_clipper",
     "layers",

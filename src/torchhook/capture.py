@@ -1,8 +1,9 @@
-"""``capture`` and ``run``: the two doors through which most users come in."""
+"""``capture``, ``edit`` and ``run``: the doors through which most users come in."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 from torchhook.hooks import Stop
 from torchhook.keep import Keep, Transform
 from torchhook.records import Recording
-from torchhook.select import Index, Selector, resolve
+from torchhook.select import Selector, resolve
 from torchhook.session import Session, Threads
+
+Edits = Mapping[Any, Any]
 
 
 def capture(
@@ -26,6 +29,8 @@ def capture(
     transform: Transform | None = None,
     max_records: int | None = None,
     stop: bool = False,
+    edit: Edits | None = None,
+    before_edits: bool = False,
     threads: Threads = "own",
 ) -> Session:
     """Record what passes the selected sites while the block runs; without selectors, every module's output.
@@ -40,16 +45,42 @@ def capture(
     on the autograd graph, ``"reference"`` is the bare tensor. ``transform`` changes what is kept, not what the
     model computes; floating-point tensors are cast to ``dtype``; ``device="cpu"`` copies from the GPU without
     making the model wait. ``max_records`` keeps the newest of each site. ``stop=True`` leaves the block as soon as
-    every site has been seen. ``threads="all"`` also records calls from other threads and tasks.
+    every site has been seen. ``edit`` changes values on their way, as ``th.edit`` does; what is kept is the value after
+    the edits, or before them with ``before_edits=True``. ``threads="all"`` also records calls from other threads.
     """
-    index = Index(model)
-    targets = resolve(model, list(selectors) or "**", exclude=exclude, port=port, index=index)
-    session = Session(model, index=index, threads=threads)
+    session = Session(model, threads=threads)
+    targets = resolve(session.index, list(selectors) or "**", exclude=exclude, port=port)
+    _add_edits(session, edit or {})
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
-    session.record(targets, keeper, max_records)
+    session.record(targets, keeper, max_records, before_edits)
     if stop:
         session.stop_when_seen(targets)
     return session
+
+
+def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session:
+    """Change what flows through the model while the block runs.
+
+    >>> from torchhook import edits
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    >>> with edit(model, {"0": edits.zero()}):
+    ...     model(torch.ones(1, 3))
+    tensor([[0., 0., 0., 0.]])
+
+    ``edits`` maps selectors to one edit or a list of them, applied in order; sessions nest, and the outer one's edits
+    come first.
+    """
+    session = Session(model, threads=threads)
+    _add_edits(session, edits)
+    return session
+
+
+def _add_edits(session: Session, edits: Edits) -> None:
+    if not isinstance(edits, Mapping):
+        raise TypeError(f"edits are a dict of selectors and edits, found {type(edits).__name__}.")
+    for selector, change in edits.items():
+        for target in resolve(session.index, selector):
+            session.edit(target, change)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +100,8 @@ def run(
     model: nn.Module,
     *args: Any,
     capture: Selector | None = None,
+    edit: Edits | None = None,
+    before_edits: bool = False,
     exclude: Selector | None = None,
     port: str = "output",
     keep: str = "copy",
@@ -97,6 +130,8 @@ def run(
         dtype=dtype,
         transform=transform,
         stop=stop,
+        edit=edit,
+        before_edits=before_edits,
     )
     output: Any = None
     with session as recording:

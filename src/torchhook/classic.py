@@ -217,7 +217,7 @@ class _Featured(nn.Module):
 
     def _targets(self) -> dict[str, Target]:
         index = Index(self.model)
-        chosen = {path: resolve(self.model, path, index=index) for path in self.paths}
+        chosen = {path: resolve(index, path) for path in self.paths}
         return {str(t.site) if len(found) > 1 else path: t for path, found in chosen.items() for t in found}
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -309,30 +309,25 @@ class VerboseExecution(nn.Module):
         for name in get_layer_candidates(self.model, self.depth):
             module, started = index.modules[name], list[float]()
             if self.time:
-                session.on(Target(Site(name, port="input"), module), _starter(started))
-            session.on(Target(Site(name), module), self._printer(name, started))
+                session.look(Target(Site(name, port="input"), module), _starter(started))
+            session.look(Target(Site(name), module), self._printer(name, started))
         with session:
             return self.model(*args, **kwargs)
 
-    def _printer(self, name: str, started: list[float]) -> hooks.Action:
-        def show(value: Any, call: int) -> Any:
+    def _printer(self, name: str, started: list[float]) -> hooks.Look:
+        def show(value: Any, call: int) -> None:
             text = _sizes(value)
             if self.dtype:
                 text += " " + "/".join(dict.fromkeys(str(t.dtype) for t in tree.tensors(value)))
             if started:
                 text += f" {(time.perf_counter() - started.pop()) * 1e3:.2f} ms"
             self.print(f"{name}: {text}")
-            return value
 
         return show
 
 
-def _starter(started: list[float]) -> hooks.Action:
-    def start(value: Any, call: int) -> Any:
-        started.append(time.perf_counter())
-        return value
-
-    return start
+def _starter(started: list[float]) -> hooks.Look:
+    return lambda value, call: started.append(time.perf_counter())
 
 
 def _sizes(value: Any) -> str:

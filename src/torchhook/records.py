@@ -90,6 +90,8 @@ class Recording:
         """Sites that were selected and never ran, each with the likely cause."""
         self.elsewhere: dict[str, int] = {}
         """Sites that ran in other threads or tasks too, with the number of calls that were not recorded."""
+        self.recomputed: dict[str, int] = {}
+        """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
         self.order = count()
         self._stores: dict[Site, MemoryStore] = {}
         self._aliases: dict[str, str] = {}
@@ -250,6 +252,7 @@ class Recording:
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
         notes = [f"not recorded: {n} calls of {address} in other threads" for address, n in self.elsewhere.items()]
+        notes += [f"recomputed in the backward pass: {address} ({n} calls)" for address, n in self.recomputed.items()]
         notes += [f"never ran: {address or '(model)'} ({cause})" for address, cause in self.missing.items()]
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
 

@@ -66,12 +66,7 @@ def is_callable(module: nn.Module) -> bool:
 
 
 def resolve(
-    model: nn.Module,
-    selectors: Selector,
-    *,
-    exclude: Selector | None = None,
-    port: str = "output",
-    index: Index | None = None,
+    model: nn.Module | Index, selectors: Selector, *, exclude: Selector | None = None, port: str = "output"
 ) -> list[Target]:
     """The sites that the selectors choose, in the order written and then in the order of the model.
 
@@ -80,7 +75,7 @@ def resolve(
     """
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
-    index = Index(model) if index is None else index
+    index = model if isinstance(model, Index) else Index(model)
     left_out = set() if exclude is None else {(t.module, t.tensor) for t in _choose(index, exclude, port)}
     chosen: dict[Any, Target] = {}
     for target in _choose(index, selectors, port):

@@ -7,13 +7,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from torchhook.hooks import Scope, Tap
+from torchhook.errors import suggestion
+from torchhook.hooks import GradTap, Scope, Tap
+from torchhook.ops import Listener
 from torchhook.select import Index, Target
 
 
-def cause(target: Target, tap: Tap, index: Index, taps: Mapping[nn.Module, Tap], scope: Scope) -> str:
+def cause(
+    target: Target, tap: Tap, index: Index, taps: Mapping[nn.Module, Tap], scope: Scope, listener: Listener | None
+) -> str:
     """The likely cause. ``taps`` are those of this session by module, the model's own among them."""
     site, module = target.site, target.module
+    if isinstance(tap, GradTap):
+        return _no_gradient(target, tap, taps)
     if tap.elsewhere and not tap.ran:
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
@@ -27,6 +33,8 @@ def cause(target: Target, tap: Tap, index: Index, taps: Mapping[nn.Module, Tap],
         return "nothing ran while the session was open: call the model itself (not model.forward) inside the block."
     if scope.stopped_at is not None:
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
+    if site.op is not None and listener is not None and module in listener.seen:
+        return f"{site.path or 'the model'!r} ran no {site.op!r}. {suggestion(site.op, listener.seen[module])}"
     parents = _ancestors(site.path, index)
     for path, parent in parents:
         for kind, why in _BYPASSES.items():
@@ -43,6 +51,17 @@ def cause(target: Target, tap: Tap, index: Index, taps: Mapping[nn.Module, Tap],
         f"the model ran without calling it{where}: a branch that was not taken, "
         "or code that uses its weights or its .forward directly."
     )
+
+
+def _no_gradient(target: Target, tap: GradTap, taps: Mapping[nn.Module, Tap]) -> str:
+    if target.tensor is not None:
+        return "no gradient of it was computed: call backward inside the block, on something that depends on it."
+    if tap.without_grad:
+        return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
+    passing = taps.get(target.module)
+    if passing is not None and not passing.ran and target.site.op is None:
+        return "its module did not run while the session was open."
+    return "no gradient reached it: call backward inside the block, on something that depends on it."
 
 
 def _ancestors(path: str, index: Index) -> list[tuple[str, nn.Module]]:

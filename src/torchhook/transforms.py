@@ -1,0 +1,202 @@
+"""The catalogue of transforms: what is kept of a value, decided in the hook, before anything is copied or moved.
+
+A transform is any function of the passing value. Those here map over the tensors of nested values, take dim 0 for
+the rows of the batch, pickle, and print as they were written, which is also how a feature store remembers them.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook import tree
+
+__all__ = ["Rows", "Transform", "cast", "compose", "pick", "pool", "slice", "statistics", "tokens", "topk"]
+
+
+class Rows(list[Tensor]):
+    """One tensor per row of the batch, of different lengths: what a transform returns for variable-length rows."""
+
+
+class Transform:
+    """A function of one tensor with its options, applied to every tensor of a value."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        self.function = function
+        self.args = args
+        self.options = options
+
+    def __call__(self, value: Any) -> Any:
+        return tree.map_tensors(self._one, value)
+
+    def _one(self, tensor: Tensor) -> Any:
+        return self.function(tensor, *self.args, **self.options)
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items() if v is not None)]
+        return f"{self.function.__name__.strip('_')}({', '.join(given)})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
+_POOLS: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
+    "mean": lambda tensor, dims: tensor.mean(dims),
+    "max": lambda tensor, dims: tensor.amax(dims),
+    "sum": lambda tensor, dims: tensor.sum(dims),
+}
+
+
+def pool(how: str = "mean", dims: int | Sequence[int] | None = None) -> Transform:
+    """Reduce positions: the tokens of ``(N, T, D)``, the pixels of ``(N, C, H, W)``; ``(N, D)`` stays as it is.
+
+    >>> pool("mean")(torch.ones(2, 3, 4, 4)).shape
+    torch.Size([2, 3])
+
+    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``.
+    """
+    if how not in _POOLS:
+        raise ValueError(f"pool({how!r}): use one of {', '.join(map(repr, _POOLS))}.")
+    wanted = (dims,) if isinstance(dims, int) else None if dims is None else tuple(dims)
+    return Transform(_pool, how, dims=wanted)
+
+
+def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None) -> Tensor:
+    if dims is None:
+        dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim()))
+    return _POOLS[how](tensor, dims) if dims else tensor
+
+
+def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1) -> Transform:
+    """Choose tokens of ``(N, T, ...)``: ``"cls"``, ``"last"``, ``"patches"`` (all after the prefix), or positions.
+
+    >>> tokens("cls")(torch.zeros(2, 197, 8)).shape, tokens([0, 5])(torch.zeros(2, 197, 8)).shape
+    (torch.Size([2, 8]), torch.Size([2, 2, 8]))
+    """
+    if isinstance(which, str):
+        if which not in ("cls", "last", "patches"):
+            raise ValueError(f"tokens({which!r}): use 'cls', 'last', 'patches', a position or a list of positions.")
+        return Transform(_tokens, which, prefix=prefix if which == "patches" else None)
+    return Transform(_tokens, which if isinstance(which, int) else list(which), prefix=None)
+
+
+def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None) -> Tensor:
+    if tensor.dim() < 3:
+        raise ValueError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
+    if which == "patches":
+        return tensor[:, prefix:]
+    if isinstance(which, str):
+        return tensor[:, 0 if which == "cls" else -1]
+    return tensor[:, which]
+
+
+def topk(k: int, dim: int = -1, largest: bool = True) -> Transform:
+    """Keep the ``k`` largest values along ``dim`` and where they were: ``{"values", "indices"}``.
+
+    >>> topk(2)(torch.tensor([[1.0, 3.0, 2.0]]))
+    {'values': tensor([[3., 2.]]), 'indices': tensor([[1, 2]])}
+    """
+    return Transform(_topk, k, dim=dim, largest=largest)
+
+
+def _topk(tensor: Tensor, k: int, dim: int, largest: bool) -> dict[str, Tensor]:
+    values, indices = tensor.topk(k, dim=dim, largest=largest)
+    return {"values": values, "indices": indices}
+
+
+def cast(dtype: torch.dtype) -> Transform:
+    """Change the dtype of floating-point tensors.
+
+    >>> cast(torch.float16)(torch.ones(1)).dtype
+    torch.float16
+    """
+    return Transform(_cast, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def slice(start: int | None = None, stop: int | None = None, step: int | None = None, *, dim: int = 1) -> Transform:
+    """Keep ``start:stop:step`` of one dim, as Python slices do.
+
+    >>> slice(0, 2)(torch.zeros(4, 10, 3)).shape
+    torch.Size([4, 2, 3])
+    """
+    return Transform(_slice, start, stop, step, dim=dim)
+
+
+def _slice(tensor: Tensor, start: int | None, stop: int | None, step: int | None, dim: int) -> Tensor:
+    return tensor[(builtins.slice(None),) * (dim % tensor.dim()) + (builtins.slice(start, stop, step),)]
+
+
+def statistics(dims: Sequence[int] | None = None) -> Transform:
+    """Mean, standard deviation, least, greatest and share of zeros of each row.
+
+    >>> sorted(statistics()(torch.ones(2, 3, 4)))
+    ['max', 'mean', 'min', 'std', 'zeros']
+    """
+    return Transform(_statistics, dims=None if dims is None else tuple(dims))
+
+
+def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
+    dims = tuple(range(1, tensor.dim())) if dims is None else dims
+    real = tensor if tensor.is_floating_point() else tensor.float()
+    if not dims:
+        real, tensor, dims = real[:, None], tensor[:, None], (1,)
+    return {
+        "mean": real.mean(dims),
+        "std": real.std(dims, unbiased=False),
+        "min": real.amin(dims),
+        "max": real.amax(dims),
+        "zeros": (tensor == 0).float().mean(dims),
+    }
+
+
+class _Pick:
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __call__(self, value: Any) -> Any:
+        return tree.get(value, self.address)
+
+    def __repr__(self) -> str:
+        return f"pick({self.address!r})"
+
+
+def pick(address: str | int) -> Callable[[Any], Any]:
+    """Keep one part of a nested value, by its address.
+
+    >>> pick("1.0")((torch.zeros(2), (torch.ones(1), None)))
+    tensor([1.])
+    """
+    return _Pick(str(address))
+
+
+class _Compose:
+    def __init__(self, transforms: tuple[Callable[[Any], Any], ...]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return value
+
+    def __repr__(self) -> str:
+        return f"compose({', '.join(map(repr, self.transforms))})"
+
+
+def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One transform after the other.
+
+    >>> compose(pool("mean"), cast(torch.float16))
+    compose(pool('mean'), cast(torch.float16))
+    """
+    return _Compose(transforms)
