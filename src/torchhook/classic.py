@@ -52,6 +52,7 @@ class HookManager:
         self.model = model
         self.max_size = max_size
         self._sessions: dict[str, tuple[Session, Site]] = {}
+        self._edits: list[Session] = []
 
     def add(
         self,
@@ -61,12 +62,14 @@ class HookManager:
         output_transform: Transform | None = None,
         *,
         inputs: bool = False,
+        grad: bool = False,
     ) -> Session | list[Session]:
         """Capture a layer, by name or selector, or as an object under a name of your choice.
 
         ``custom_hook(module, input, output)`` returns what to keep, or ``None`` for nothing; ``output_transform``
         changes what is kept. Either is kept as returned, so detach it there if you mean to. ``inputs=True``
-        captures what goes into the layer too, under ``"name:input"``. Returns a handle with ``remove()``; a list of
+        captures what goes into the layer too, under ``"name:input"``, and ``grad=True`` the gradient of its output,
+        under ``"name:grad"``. Returns a handle with ``remove()``; a list of
         them where a selector chose several layers.
         """
         if custom_hook is not None and not callable(custom_hook):
@@ -74,10 +77,10 @@ class HookManager:
         if output_transform is not None and not callable(output_transform):
             raise TypeError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
         chosen = self._choose(layer_name, layer)
-        if inputs:
-            chosen += [
-                (f"{key}:input", target._replace(site=target.site._replace(port="input"))) for key, target in chosen
-            ]
+        ports = ["input"] * inputs + ["grad"] * grad
+        chosen += [
+            (f"{key}:{port}", t._replace(site=t.site._replace(port=port))) for port in ports for key, t in chosen
+        ]
         for key, _ in chosen:
             if key in self._sessions:
                 raise ValueError(f"there is a hook with key {key!r} already; remove it first, or choose another name.")
@@ -89,6 +92,14 @@ class HookManager:
         return handles[0] if len(handles) == 1 else handles
 
     register_forward_hook = add
+
+    def edit(self, layer_name: Selector, edit: Any) -> Session:
+        """Change what flows through a layer, by name or selector, as ``torchhook.edit`` does, until the hooks go."""
+        session = Session(self.model, threads="all", warn=False)
+        for target in resolve(session.index, layer_name):
+            session.edit(target, edit)
+        self._edits.append(session)
+        return session.open()
 
     def _choose(self, layer_name: Selector | None, layer: nn.Module | None) -> list[tuple[str, Target]]:
         if layer is None:
@@ -144,8 +155,9 @@ class HookManager:
 
     def clear_hooks(self) -> None:
         """Take every hook away, and the features with them."""
-        for key in self.get_keys():
-            self.remove(key)
+        self.__exit__()
+        self._sessions.clear()
+        self._edits.clear()
 
     def _find(self, key: str) -> tuple[Session, Site]:
         if not isinstance(key, str):
@@ -158,7 +170,7 @@ class HookManager:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for session, _ in self._sessions.values():
+        for session in [*(session for session, _ in self._sessions.values()), *self._edits]:
             session.close()
 
     def summary(self) -> None:

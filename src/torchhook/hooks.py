@@ -92,10 +92,11 @@ class Tap:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def is_foreign(self) -> bool:
-        if self.scope is not None and self.scope not in _active.get():
-            self.elsewhere += 1
-            return True
-        return False
+        """Whether this call was made in a context that the tap does not belong to."""
+        if self.scope is None or self.scope in _active.get():
+            return False
+        self.elsewhere += 1
+        return True
 
     def take(self, value: Any) -> Any:
         """Pass a value, and return the one to go on with."""
@@ -138,8 +139,15 @@ class OutputTap(Tap):
         if self.scope is not None and self.scope not in _active.get():
             self.elsewhere += 1
             return None
-        value = self.take(output)
-        return None if value is output else value
+        if self.edits or (self.ran and _graph_task() != -1):
+            value = self.take(output)
+            return None if value is output else value
+        # What take does when there is nothing but keeps, without the call: this runs once for every captured layer.
+        call = next(self.calls)
+        self.ran = call + 1
+        for keep in self.keeps:
+            keep(output, call)
+        return None
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return module.register_forward_hook(self)

@@ -14,7 +14,7 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` is the on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ MODES = ("copy", "live", "reference")
 
 _lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", torch.clone)
 _in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
 
 
@@ -58,35 +57,46 @@ class Keep:
         self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.transform = transform
-        self._outliving: list[Tensor] = []
+        self._owned: list[Tensor] = []
+        self._owned_ids: frozenset[int] = frozenset()
+        self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
         plain = self.device is None and dtype is None
         self._tensor = {"copy": self._copy, "live": self._live, "reference": _as_is}[mode] if plain else self._converted
-        plain = plain or (self._to_host is not None and dtype is None)
-        self.value: Callable[[Any], Any] = (
-            self._fast_copy if mode == "copy" and plain and transform is None else self._value
-        )
-        """Keeps one value. Not a method of its own: the choice is made once, not at every call."""
+        self._fast = mode == "copy" and transform is None and dtype is None and (plain or self._to_host is not None)
 
-    def _fast_copy(self, value: Any) -> Any:
-        if (  # _may_share for the common case, without a call
-            type(value) is Tensor
-            and (self._to_host is None or value.is_cpu)
-            and not value._is_view()
-            and not value.is_inference()
-            and not value.is_quantized
-            and id(value) not in self._outliving_ids
-            and not _in_functorch()
-        ):
-            try:
-                return _lazy_clone(value.detach() if value.requires_grad else value)
-            except (NotImplementedError, RuntimeError):
-                pass
-        return self._value(value)
+    def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
+        """A function that keeps a passing value and puts it away with its call index and its place in ``order``.
 
-    def _value(self, value: Any) -> Any:
+        It runs once for every captured layer, so what ``value`` does for a plain tensor is written out in it.
+        """
+        if not self._fast:
+            return lambda value, call: put((call, next(order), self.value(value)))
+        host = self._to_host is not None
+
+        def record(value: Any, call: int) -> None:
+            if (
+                type(value) is Tensor
+                and not value._is_view()
+                and not value.is_inference()
+                and not value.is_quantized
+                and id(value) not in self._outliving_ids
+                and not _in_functorch()
+                and (not host or value.is_cpu)
+            ):
+                try:
+                    put((call, next(order), _lazy_clone(value.data)))  # data: quicker than detach, and no view is kept
+                    return
+                except (NotImplementedError, RuntimeError):
+                    pass
+            put((call, next(order), self.value(value)))
+
+        return record
+
+    def value(self, value: Any) -> Any:
+        """What is kept of one passing value."""
         if self.transform is not None:
             if self.mode == "copy":
                 with torch.no_grad():
@@ -97,10 +107,16 @@ class Keep:
             return self._tensor(value)
         return tree.map_tensors(self._tensor, value)
 
-    def outlive(self, *tensors: Iterable[Tensor]) -> None:
-        """Name the tensors whose memory outlives the forward pass, in place of those named before."""
-        self._outliving = [tensor for some in tensors for tensor in some]
-        self._outliving_ids = frozenset(map(id, self._outliving))
+    def owns(self, tensors: Iterable[Tensor]) -> None:
+        """Name the tensors that the model owns. Their memory outlives the forward pass."""
+        self._owned = list(tensors)
+        self._owned_ids = frozenset(id(tensor) for tensor in self._owned if type(tensor) is Tensor)
+        self.called_with(())
+
+    def called_with(self, tensors: Iterable[Tensor]) -> None:
+        """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
+        self._inputs = list(tensors)
+        self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
         self._outliving_storages = None
 
     def wait(self) -> None:
@@ -126,7 +142,7 @@ class Keep:
 
     def _may_share(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
-        if type(tensor) not in _PLAIN or tensor.is_quantized or _in_functorch():
+        if type(tensor) is not Tensor or tensor.is_quantized or _in_functorch():  # a Parameter outlives by its type
             return False
         if not tensor._is_view() and not tensor.is_inference():
             return id(tensor) not in self._outliving_ids
@@ -137,14 +153,14 @@ class Keep:
         if storage.nbytes() > _ROOMY * tensor.nbytes:
             return False  # a small view would hold on to all of it
         if self._outliving_storages is None:
-            self._outliving_storages = frozenset(map(_storage_id, self._outliving))
+            self._outliving_storages = frozenset(map(_storage_id, [*self._owned, *self._inputs]))
         return storage._cdata not in self._outliving_storages
 
     def _converted(self, tensor: Tensor) -> Tensor:
         source = tensor.detach() if self.mode == "copy" else tensor
         if self.dtype is not None and source.is_floating_point():
             source = source.to(self.dtype)
-        strided = type(source) in _PLAIN and source.layout == torch.strided and not source.is_quantized
+        strided = type(source) is Tensor and source.layout == torch.strided and not source.is_quantized
         if self._to_host is not None and source.is_cuda and strided and self.mode == "copy":
             if source is not tensor and source.dtype != tensor.dtype:
                 return self._to_host.copy(source)  # the cast made fresh memory: nobody else writes to it

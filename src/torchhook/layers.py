@@ -1,4 +1,4 @@
-"""``layers``: what a model is made of, as a tree that prints, iterates and shows in a notebook."""
+"""``layers`` and ``ops``: what a model is made of, as tables that print, iterate and show in a notebook."""
 
 from __future__ import annotations
 
@@ -106,6 +106,50 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     total = sum(_count(p) for p in set(model.parameters()))
     title = f"{type(index.modules['']).__name__}: {len(index.modules) - 1} layers, {count(total).strip()} parameters"
     return Layers(title, found)
+
+
+class Op(NamedTuple):
+    """A functional operation: the module it ran in, its name, and how often it ran."""
+
+    path: str
+    name: str
+    calls: int
+
+    @property
+    def address(self) -> str:
+        return f"{self.path}/{self.name}"
+
+
+class Ops(list[Op]):
+    """The functional operations of a model, by module. Print it, or iterate it."""
+
+    def table(self) -> Table:
+        rows = [[op.address, str(op.calls)] for op in self]
+        return Table(f"{len(rows)} operations", ["address", ">calls"], rows)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def ops(model: nn.Module, *args: Any, **kwargs: Any) -> Ops:
+    """Call the model once and list the functional operations that returned tensors, each with its address.
+
+    >>> print(ops(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(1, 2)))
+    2 operations
+    address   calls
+    ---------------
+    0/linear      1
+    1/relu        1
+    """
+    session = Session(model)
+    listener = session.listen()
+    with session:
+        model(*args, **kwargs)
+    found = ((path, listener.seen[m]) for path, m in session.index.modules.items() if m in listener.seen)
+    return Ops(Op(path, name, calls) for path, names in found for name, calls in names.items())
 
 
 def _count(parameter: Tensor) -> int:

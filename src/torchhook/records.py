@@ -120,6 +120,11 @@ class Recording:
         for wait in self._waits:
             wait()
 
+    def finish(self) -> None:
+        """Wait one last time: nothing more will come."""
+        self.wait()
+        self._waits.clear()
+
     def clear(self) -> None:
         """Forget every record; the sites stay open."""
         for store in self._stores.values():
@@ -251,8 +256,8 @@ class Recording:
             rows.append([str(site) or "(model)", str(len(records)), shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
-        notes = [f"not recorded: {n} calls of {address} in other threads" for address, n in self.elsewhere.items()]
-        notes += [f"recomputed in the backward pass: {address} ({n} calls)" for address, n in self.recomputed.items()]
+        notes = [f"not recorded, in other threads: {address} ({_times(n)})" for address, n in self.elsewhere.items()]
+        notes += [f"recomputed in the backward pass: {address} ({_times(n)})" for address, n in self.recomputed.items()]
         notes += [f"never ran: {address or '(model)'} ({cause})" for address, cause in self.missing.items()]
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
 
@@ -277,6 +282,10 @@ class Recording:
                 "missing": self.missing,
             },
         )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _plain(site: Site) -> list[Any]:

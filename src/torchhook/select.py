@@ -147,6 +147,10 @@ def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> I
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
+    module = index.modules.get(text)
+    if module is not None and is_callable(module):
+        yield Target(Site(text, port=port), module)
+        return
     site = parse(text, index.modules)
     if site.path not in index.modules:
         site = parse(text, index.tensors)

@@ -29,7 +29,7 @@ from torchhook.hooks import (
 )
 from torchhook.keep import Keep
 from torchhook.ops import Listener
-from torchhook.records import MemoryStore, Recording
+from torchhook.records import Recording
 from torchhook.select import Index, Target, live_tensor
 from torchhook.sites import Site
 
@@ -86,7 +86,7 @@ class Session:
             for name in self.index.names.get(target.module, ()):
                 if target.tensor is None:
                     self.recording.add_alias(name, target.site.path)
-            recorder = _recorder(self.recording, self.recording.open_store(target.site, max_records), keep)
+            recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if before_edits:
                 tap = self._tap_of(target)
                 tap.edits.insert(0, _looked_at_first(tap, _only_look(target.site, recorder)))
@@ -100,7 +100,7 @@ class Session:
     ) -> None:
         """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
         tap = CustomTap(target.site.path, self._tap_scope, function)
-        tap.keeps.append(_recorder(self.recording, self.recording.open_store(target.site, max_records), keep))
+        tap.keeps.append(keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order))
         self._taps[target.module, CustomTap] = tap
         self._targets[target] = tap
 
@@ -113,6 +113,16 @@ class Session:
                     f"stop=True ends the forward pass, and {str(target.site)!r} needs the backward pass."
                 )
             self.look(target, _stopper(self.scope, waiting, target))
+
+    def listen(self) -> Listener:
+        """See the functional operations inside the modules."""
+        if self._listener is None:
+            if self._tap_scope is None:
+                raise SessionError(
+                    "operations are seen in one thread only, the session's own: leave out threads='all'."
+                )
+            self._listener = Listener(self.scope)
+        return self._listener
 
     # -- taps -----------------------------------------------------------------------------------
 
@@ -144,13 +154,8 @@ class Session:
         inward = target.site.port in ("input", "grad_input")
         if target.site.op is None:
             return self._tap(InputTap if inward else OutputTap, target.module, target.site.path)
-        if self._listener is None:
-            if self._tap_scope is None:
-                raise SessionError(
-                    "operations are seen in the thread that opens the session only; leave out threads='all'."
-                )
-            self._listener = Listener(self.scope)
-        taps = self._listener.inputs if inward else self._listener.outputs
+        listener = self.listen()
+        taps = listener.inputs if inward else listener.outputs
         return taps.setdefault((target.module, target.site.op), Tap(target.site.path))
 
     def _tensor_tap(self, target: Target) -> Tap:
@@ -226,7 +231,7 @@ class Session:
             self._removal()
         finally:
             hooks.leave(self.scope)
-        self.recording.wait()
+        self.recording.finish()
         self._report(error)
         missing = self.recording.missing
         if missing and error is None and self._warn:
@@ -286,15 +291,6 @@ def _editor(site: Site, edit: edits.Edit) -> Edit:
     return change
 
 
-def _recorder(recording: Recording, store: MemoryStore, keep: Keep) -> Look:
-    put, order, kept = store.put, recording.order, keep.value
-
-    def record(value: Any, call: int) -> None:
-        put((call, next(order), kept(value)))
-
-    return record
-
-
 def _stopper(scope: Scope, waiting: set[Target], target: Target) -> Look:
     def stop(value: Any, call: int) -> None:
         waiting.discard(target)
@@ -311,15 +307,10 @@ def _pass_tensor(tap: Tap, target: Target) -> None:
 
 def _outliving(index: Index, keep: Keep) -> Look:
     """Tell ``keep`` which tensors outlive the forward pass: what the model owns, and what it is called with."""
-    owned = [
+    keep.owns(
         tensor
         for module in index.names
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
-    ]
-    keep.outlive(owned)
-
-    def note(value: Any, call: int) -> None:
-        keep.outlive(owned, tree.tensors(value))
-
-    return note
+    )
+    return lambda value, call: keep.called_with(tree.tensors(value))

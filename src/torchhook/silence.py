@@ -34,7 +34,8 @@ def cause(
     if scope.stopped_at is not None:
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
     if site.op is not None and listener is not None and module in listener.seen:
-        return f"{site.path or 'the model'!r} ran no {site.op!r}. {suggestion(site.op, listener.seen[module])}"
+        where = repr(site.path) if site.path else "the model itself"
+        return f"{where} ran no {site.op!r}. {suggestion(site.op, listener.seen[module])}"
     parents = _ancestors(site.path, index)
     for path, parent in parents:
         for kind, why in _BYPASSES.items():

@@ -1,0 +1,53 @@
+# Everything runs in a virtual environment inside the checkout; `make` sets it up on first use.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+DEMO_READY := $(VENV)/ready-demo
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test quick check format bench docs clean
+
+demo: $(DEMO_READY) ## the main job on real weights and real photographs, offline
+	$(BIN)/python -m torchhook.demo
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest -n auto
+
+quick: $(READY) ## the tests that take seconds
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+check: $(READY) ## lint, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## speed, as ratios measured side by side
+	$(BIN)/python benchmarks/capture.py
+
+docs: $(READY) ## every example in the documentation runs
+	$(BIN)/python -m pytest tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) build dist demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes first and pinned: unpinned, some other package would choose a build, and with it gigabytes of CUDA.
+$(VENV)/torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	touch $@
+
+$(DEMO_READY): $(VENV)/torch pyproject.toml
+	$(PIP) -e ".[demo]"
+	touch $@
+
+$(READY): $(VENV)/torch pyproject.toml
+	$(PIP) -e ".[dev]"
+	touch $@
