@@ -9,6 +9,7 @@ sees to it.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -219,13 +220,24 @@ class Features(list[Any]):
 
 
 class _Featured(nn.Module):
-    """A model together with layers whose outputs are wanted. Hooks are there only while ``forward`` runs."""
+    """A model together with layers whose outputs are wanted.
 
-    def __init__(self, model: nn.Module, paths: Iterable[str]) -> None:
+    Hooks are there only while ``forward`` runs. With ``attach=True`` they stay for as long as this object does, which
+    is what ``torch.compile`` and ``torch.export`` need: they capture model and hooks as one graph.
+    """
+
+    def __init__(self, model: nn.Module, paths: Iterable[str], attach: bool = False) -> None:
         super().__init__()
         self.model = model
         self.paths = [paths] if isinstance(paths, str) else list(paths)
-        self._targets()  # a wrong path is said now, not at the first call
+        self._static: dict[str, list[Any]] | None = None
+        targets = self._targets()  # a wrong path is said now, not at the first call
+        if attach:
+            attachment = hooks.Attachment()
+            weakref.finalize(self, attachment.remove)
+            self._static = {path: [] for path in targets}
+            for path, target in targets.items():
+                attachment.attach(hooks.StaticTap(path, self._static[path]), target.module)
 
     def _targets(self) -> dict[str, Target]:
         index = Index(self.model)
@@ -233,12 +245,27 @@ class _Featured(nn.Module):
         return {str(t.site) if len(found) > 1 else path: t for path, found in chosen.items() for t in found}
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        if self._static is not None:
+            return self._run_attached(self._static, args, kwargs)
         targets = self._targets()
         session = Session(self.model)
         session.record(dict.fromkeys(targets.values()), Keep("live"))
         with session as recording:
             output = self.model(*args, **kwargs)
         return {path: recording[target.site] for path, target in targets.items()}, output
+
+    def _run_attached(
+        self, values: dict[str, list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], Any]:
+        for kept in values.values():
+            kept.clear()
+        output = self.model(*args, **kwargs)
+        features = {}
+        for path, kept in values.items():
+            if len(kept) != 1:
+                raise LookupError(f"{path!r} ran {len(kept)} times; attach=True takes layers that run once.")
+            features[path] = kept.pop()
+        return features, output
 
 
 class FeatureLayers(_Featured):
@@ -252,8 +279,8 @@ class FeatureLayers(_Featured):
     Values stay on the autograd graph and are what the layer produced, even where the next one works in place.
     """
 
-    def __init__(self, model: nn.Module, feature_layer_paths: Iterable[str]) -> None:
-        super().__init__(model, feature_layer_paths)
+    def __init__(self, model: nn.Module, feature_layer_paths: Iterable[str], *, attach: bool = False) -> None:
+        super().__init__(model, feature_layer_paths, attach)
         self.feature_layer_paths = self.paths
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Features, Any]:
@@ -264,8 +291,8 @@ class FeatureLayers(_Featured):
 class FeatureLayer(_Featured):
     """A model that returns the output of one layer beside its own: ``feature, output = hooked(x)``."""
 
-    def __init__(self, model: nn.Module, feature_layer_path: str) -> None:
-        super().__init__(model, [feature_layer_path])
+    def __init__(self, model: nn.Module, feature_layer_path: str, *, attach: bool = False) -> None:
+        super().__init__(model, [feature_layer_path], attach)
         self.feature_layer_path = feature_layer_path
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -276,8 +303,8 @@ class FeatureLayer(_Featured):
 class FeatureExtractor(_Featured):
     """A model whose output is a dict of the outputs of chosen layers."""
 
-    def __init__(self, model: nn.Module, layer_names: Iterable[str]) -> None:
-        super().__init__(model, layer_names)
+    def __init__(self, model: nn.Module, layer_names: Iterable[str], *, attach: bool = False) -> None:
+        super().__init__(model, layer_names, attach)
         self.layer_names = self.paths
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -184,6 +184,25 @@ class InputTap(Tap):
         return module.register_forward_pre_hook(self, with_kwargs=True)
 
 
+class StaticTap(Tap):
+    """A forward hook that the compiler can follow: it only puts clones into a list.
+
+    The compiler drops a clone where nothing overwrites the value.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, label: str, values: list[Any]) -> None:
+        super().__init__(label)
+        self.values = values
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.values.append(output.clone() if isinstance(output, Tensor) else tree.map_tensors(torch.clone, output))
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_hook(self)
+
+
 class EnterTap(Tap):
     """Says when a module begins to run."""
 
@@ -371,7 +390,7 @@ class Attachment:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def attach(self, tap: OutputTap | InputTap | EnterTap, module: nn.Module) -> None:
+    def attach(self, tap: OutputTap | InputTap | StaticTap | EnterTap, module: nn.Module) -> None:
         self._undo.append(tap.attach(module).remove)
 
     def defer(self, undo: Callable[[], None]) -> None:
