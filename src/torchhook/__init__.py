@@ -15,7 +15,8 @@ from torchhook.classic import (
     gradient_clipper,
     model_summary,
 )
-from torchhook.layers import layers
+from torchhook.clip import clip_gradients
+from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
 from torchhook.session import Session
 from torchhook.sites import Site
@@ -35,6 +36,7 @@ __all__ = [
     "VerboseExecution",
     "__version__",
     "capture",
+    "clip_gradients",
     "count_parameters",
     "edit",
     "edits",
@@ -43,5 +45,6 @@ __all__ = [
     "layers",
     "load",
     "model_summary",
+    "ops",
     "run",
 ]
