@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhook.hooks import Stop
 from torchhook.keep import Keep, Transform
 from torchhook.records import Recording
 from torchhook.select import Selector, resolve
@@ -133,14 +132,10 @@ def run(
         edit=edit,
         before_edits=before_edits,
     )
-    output: Any = None
     with session as recording:
-        try:
-            output = model(*args, **{**(kwargs or {}), **model_kwargs})
-        except Stop as reached:
-            if reached.scope is not session.scope:
-                raise
-            output = Stopped(str(session.scope.stopped_at))
+        output = model(*args, **{**(kwargs or {}), **model_kwargs})
+    if session.scope.stopped_at is not None:
+        output = Stopped(session.scope.stopped_at)
     return output, recording
 
 

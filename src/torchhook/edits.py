@@ -8,7 +8,9 @@ value as it is. Those here never write to the value itself. On a nested value, `
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +38,7 @@ def replace(new: Any) -> Edit:
     def edit(value: Any, site: Site) -> Any:
         if isinstance(new, (Tensor, int, float)):
             return _change_one(lambda t: _like(new, t, site).expand_as(t).clone(), value, site, "replace")
-        return new
+        return tree.map_tensors(torch.clone, new)  # the model may write to it
 
     return _named(edit, "replace", new)
 
@@ -74,16 +76,23 @@ def clamp(low: float | None = None, high: float | None = None) -> Edit:
 
 
 def noise(std: float, seed: int = 0) -> Edit:
-    """Add Gaussian noise from a generator of its own, so that the model's random numbers stay the same."""
-    generators: dict[torch.device, torch.Generator] = {}
+    """Add Gaussian noise, another for every site and call, without touching the model's random numbers.
 
-    def perturb(tensor: Tensor) -> Tensor:
-        if tensor.device not in generators:
-            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-        drawn = torch.randn(tensor.shape, generator=generators[tensor.device], device=tensor.device)
-        return tensor + (std * drawn).to(tensor.dtype)
+    The same call gets the same noise again: activation checkpointing computes it twice.
+    """
 
-    return _named(_change_all(perturb), "noise", std)
+    def edit(value: Any, site: Site) -> Any:
+        leaf = count()
+
+        def perturb(tensor: Tensor) -> Tensor:
+            key = zlib.crc32(f"{seed} {site} {next(leaf)}".encode())
+            generator = torch.Generator(tensor.device).manual_seed(key)
+            drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+            return tensor + (std * drawn).to(tensor.dtype)
+
+        return _change_all(perturb)(value, site)
+
+    return _named(edit, "noise", std)
 
 
 def patch(
@@ -165,13 +174,18 @@ def adapt(edit: Any) -> Edit:
             f"{edit!r} is not an edit. Use one of torchhook.edits (edits.replace(value) puts a value in), "
             "or a function f(value) or f(value, site)."
         )
+    return edit if _wants_site(edit) else lambda value, site: edit(value)
+
+
+def _wants_site(edit: Callable[..., Any]) -> bool:
+    """Whether a function takes the site: as its second argument, unless that has a default of its own."""
     try:
-        inspect.signature(edit).bind(None, None)
-    except TypeError:
-        return lambda value, site: edit(value)
+        signature = inspect.signature(edit.forward if isinstance(edit, torch.nn.Module) else edit)
     except ValueError:  # a builtin without a signature
-        return lambda value, site: edit(value)
-    return edit  # type: ignore[no-any-return]
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [p for p in signature.parameters.values() if p.kind in places]
+    return len(parameters) > 1 and (parameters[1].default is inspect.Parameter.empty or parameters[1].name == "site")
 
 
 def check(old: Any, new: Any, site: Site) -> None:
@@ -179,14 +193,17 @@ def check(old: Any, new: Any, site: Site) -> None:
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         _check_tensor(old, new, site)
         return
-    before, after = list(tree.leaves(old)), list(tree.leaves(new))
-    if [a for a, _ in before] != [a for a, _ in after]:
-        raise _mismatch(site, "structure", tree.describe(old), tree.describe(new))
-    for (address, was), (_, now) in zip(before, after, strict=True):
+    if not tree.same_structure(old, new):
+        raise _mismatch(site, "structure", _kind(old), _kind(new))
+    for (address, was), (_, now) in zip(tree.leaves(old), tree.leaves(new), strict=True):
         if isinstance(was, Tensor):
             if not isinstance(now, Tensor):
                 raise _mismatch(site, f"leaf {address!r}" if address else "value", tree.describe(was), repr(now))
             _check_tensor(was, now, site)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {tree.describe(value)}"
 
 
 def _check_tensor(old: Tensor, new: Tensor, site: Site) -> None:
@@ -230,7 +247,10 @@ def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name
 
 def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
-    tensor = torch.as_tensor(new).to(old.device, old.dtype)
+    given = torch.as_tensor(new)
+    if not torch.can_cast(given.dtype, old.dtype):
+        raise _mismatch(site, "dtype", old.dtype, given.dtype)
+    tensor = given.to(old.device, old.dtype)
     try:
         if torch.broadcast_shapes(tensor.shape, old.shape) == old.shape:
             return tensor
@@ -246,14 +266,12 @@ def _recorded(recording: Recording, site: Site, source: str | None) -> Any:
 
 
 def _fit(recorded: Any, value: Any, site: Site) -> Any:
-    """A recorded value, moved to where the passing one is."""
-    passing = iter(list(tree.tensors(value)))
-
-    def move(tensor: Tensor) -> Tensor:
-        like = next(passing, None)
-        return tensor if like is None else tensor.to(like.device, like.dtype)
-
-    return tree.map_tensors(move, recorded)
+    """The passing value with the recorded tensors in the place of its own, as copies: the model may write to them."""
+    before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
+    if len(before) != len(after):
+        raise _mismatch(site, "structure", _kind(value), _kind(recorded))
+    tensors = iter(new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True))
+    return tree.map_tensors(lambda _: next(tensors), value)
 
 
 def _only_tensor(recorded: Any, site: Site, name: str) -> Tensor:

@@ -10,17 +10,16 @@ import contextlib
 import contextvars
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchhook import tree
-from torchhook.keep import Keep
+from torchhook.recompute import Segments, graph_task
 from torchhook.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -61,14 +60,10 @@ class Stop(BaseException):
         self.scope = scope
 
 
-# Inside a backward pass, a forward call is a recomputation (activation checkpointing, reversible layers).
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-
-
 class Tap:
     """What passes one place: counted, edited, looked at."""
 
-    __slots__ = ("_again", "calls", "edits", "elsewhere", "keeps", "label", "ran", "recomputed", "scope")
+    __slots__ = ("calls", "edits", "elsewhere", "grad", "keeps", "label", "ran", "recomputed", "scope", "segments")
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
@@ -76,11 +71,12 @@ class Tap:
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
         self.edits: list[Edit] = []
         self.keeps: list[Look] = []
+        self.grad: GradientWatcher | None = None
         self.calls = count()
         self.ran = 0
         self.elsewhere = 0
         self.recomputed = 0
-        self._again = (0, 0)
+        self.segments = Segments()
 
     # A copied or unpickled model must not write into the recording of the original, and must load
     # where torchhook is not installed: the copy of a tap is a do-nothing from the standard library.
@@ -95,39 +91,38 @@ class Tap:
         """Whether this call was made in a context that the tap does not belong to."""
         if self.scope is None or self.scope in _active.get():
             return False
+        if graph_task() != -1 and self.segments.is_known():
+            return False  # autograd recomputes on threads of its own
         self.elsewhere += 1
         return True
 
-    def take(self, value: Any) -> Any:
-        """Pass a value, and return the one to go on with."""
-        if self.ran and _graph_task() != -1:
-            return self._take_again(value)
-        call = next(self.calls)
-        self.ran = call + 1
-        for edit in self.edits:
-            value = edit(value, call)
-        for keep in self.keeps:
-            keep(value, call)
-        return value
-
     @property
     def recomputing(self) -> bool:
-        return self.ran > 0 and _graph_task() != -1
+        return self.ran > 0 and graph_task() != -1
 
-    def _take_again(self, value: Any) -> Any:
-        """A recomputed call: edits must do the same again, keeps have seen it before."""
-        # Backward goes through the calls in reverse, so the last one is recomputed first.
-        after, times = self._again
-        times = times + 1 if after == self.ran else 1
-        self._again = (self.ran, times)
-        self.recomputed += 1
-        call = max(self.ran - times, 0)
+    def take(self, value: Any, source: Any = ()) -> Any:
+        """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
+        again = self.recomputing
+        if again:
+            call = self.segments.call_again(self.ran)
+            self.recomputed += 1
+        else:
+            call = next(self.calls)
+            self.ran = call + 1
+            if self.edits or self.grad is not None:
+                self.segments.note(call)
         for edit in self.edits:
             value = edit(value, call)
-        for keep in self.keeps:
-            if isinstance(keep, GradTap):
-                keep.look_again(value, call)
-        return value
+        if not again:  # keeps have seen it before
+            for keep in self.keeps:
+                keep(value, call)
+        return value if self.grad is None else self.grad.watch(value, call, source, again)
+
+
+class GradientWatcher(Protocol):
+    """Waits for the gradient of a passing value, which it may replace by an alias."""
+
+    def watch(self, value: Any, call: int, source: Any, again: bool) -> Any: ...
 
 
 class OutputTap(Tap):
@@ -136,11 +131,10 @@ class OutputTap(Tap):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.scope is not None and self.scope not in _active.get():
-            self.elsewhere += 1
+        if self.scope is not None and self.scope not in _active.get() and self.is_foreign():
             return None
-        if self.edits or (self.ran and _graph_task() != -1):
-            value = self.take(output)
+        if self.edits or self.grad is not None or (self.ran and graph_task() != -1):
+            value = self.take(output, args)
             return None if value is output else value
         # What take does when there is nothing but keeps, without the call: this runs once for every captured layer.
         call = next(self.calls)
@@ -163,9 +157,11 @@ class CustomTap(OutputTap):
         self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.is_foreign():
+            return
         value = self.function(module, args, output)
         if value is not None:
-            super().__call__(module, args, value)
+            self.take(value)
 
 
 class InputTap(Tap):
@@ -220,7 +216,7 @@ class EnterTap(Tap):
 
 
 class LeaveTap(EnterTap):
-    """Says when a module has run, also when it raised; before all other hooks, which then run outside of it."""
+    """Says when a module has run, also when it raised; first of all hooks, so that the others run outside of it."""
 
     __slots__ = ()
 
@@ -237,121 +233,6 @@ def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (value.args, value.kwargs) if isinstance(value, Inputs) else ((value,), {})
-
-
-class GradTap(Tap):
-    """The gradient of what passes another tap, by tensor hooks that are set there in the forward pass.
-
-    Module backward hooks are not used: they fail before in-place layers (pytorch#61519). Gradients arrive on
-    autograd's own threads, so they belong to the tensor and not to a context.
-
-    The functions that hooks call hold addresses, never tensors: a graph that holds a hook that holds a tensor of
-    the graph is never freed.
-    """
-
-    __slots__ = ("_arrivals", "_handles", "_lent", "_session", "without_grad")
-
-    def __init__(self, label: str, session: Scope, handles: TensorHandles) -> None:
-        super().__init__(label)
-        self._session = session
-        self._handles = handles
-        self._arrivals: dict[int, tuple[int, Any]] = {}
-        self._lent: dict[int, tuple[weakref.ref[Tensor], int, list[bool]]] = {}
-        self.without_grad = 0
-        """Forward calls whose value needed no gradient."""
-
-    def __call__(self, value: Any, call: int) -> None:
-        """Wait for the gradient of a passing value."""
-        addresses = [address for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not addresses:
-            self.without_grad += 1
-        elif isinstance(value, Tensor):
-            self._handles.add(value.register_hook(lambda grad: self._arrived(grad, call)))
-        else:
-            empty = tree.map_tensors(lambda _: _AWAITED, value)
-            for address in addresses:
-                self._handles.add(tree.get(value, address).register_hook(self._leaf_hook(empty, address, call)))
-
-    def look_again(self, value: Any, call: int) -> None:
-        # Where the first run built a graph, that is the one backward goes through; a reentrant checkpoint
-        # runs first without gradients, and its recomputation is what counts.
-        if self.without_grad:
-            self.without_grad -= 1
-            self(value, call)
-
-    def follow(self, parameter: Tensor) -> RemovableHandle:
-        """Take the gradient of a parameter, whenever one is computed."""
-        return on_gradient(parameter, lambda grad: self._arrived(grad, next(self.calls)))
-
-    def split(self, value: Any, call: int) -> Any:
-        """Wait for the gradient that flows into a module's inputs through this module alone.
-
-        The module is given aliases of its inputs, so that what reaches them by other ways stays apart.
-        """
-        aliases = tree.map_tensors(_alias, value)
-        if isinstance(value, Tensor) and aliases is not value:
-            overwritten: list[bool] = []
-            self._lent[call] = (weakref.ref(value), value._version, overwritten)
-            self._handles.add(value.register_hook(lambda grad: self._arrived(grad, call) if overwritten else None))
-        self(aliases, call)
-        return aliases
-
-    def settle(self, output: Any, call: int) -> None:
-        """After the module ran: one that worked in place took its alias off the graph, and the gradient of the
-        input is all its own."""
-        lent, version, overwritten = self._lent.pop(call, (None, 0, []))
-        value = None if lent is None else lent()
-        if value is not None and value._version != version:
-            overwritten.append(True)
-
-    def _arrived(self, grad: Tensor, call: int) -> Tensor | None:
-        if self._session.closed:
-            return None
-        value: Any = grad
-        for edit in self.edits:
-            value = edit(value, call)
-        self._look(value, call)
-        return None if value is grad else value
-
-    def _leaf_hook(self, empty: Any, address: str, call: int) -> Callable[[Tensor], Tensor | None]:
-        def leaf_arrived(grad: Tensor) -> Tensor | None:
-            if self._session.closed:
-                return None
-            # The other gradients may not be there yet: an edit sees the structure with this one in its place.
-            whole = tree.put(empty, address, lambda _: grad)
-            for edit in self.edits:
-                whole = edit(whole, call)
-            new = tree.get(whole, address)
-            if self.keeps:
-                task = _graph_task()
-                if self._arrivals.get(call, (None, None))[0] != task:
-                    self._arrivals[call] = (task, empty)
-                    after_backward(lambda: self._all_arrived(call))
-                kept = _still.value(new)
-                self._arrivals[call] = (task, tree.put(self._arrivals[call][1], address, lambda _: kept))
-            return None if new is grad else new
-
-        return leaf_arrived
-
-    def _all_arrived(self, call: int) -> None:
-        _, value = self._arrivals.pop(call)
-        if not self._session.closed:
-            self._look(tree.map_tensors(lambda t: None if t is _AWAITED else t, value), call)
-
-    def _look(self, value: Any, call: int) -> None:
-        self.ran += 1
-        for keep in self.keeps:
-            keep(value, call)
-
-
-# Stands for a gradient that has not arrived. A tensor, because a structure may change its shape without one.
-_AWAITED = torch.empty(0)
-_still = Keep("live")
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    plain = tensor.requires_grad and tensor.layout == torch.strided and not tensor.is_nested
-    return tensor.view_as(tensor) if plain and torch.is_grad_enabled() else tensor
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -398,16 +279,17 @@ class Attachment:
         self._undo.append(undo)
 
     def remove(self) -> None:
-        try:
-            self._remove()
-        except BaseException:  # an interrupt while removing: finish first, then let it pass
-            self._remove()
-            raise
-
-    def _remove(self) -> None:
+        failed: BaseException | None = None
         while self._undo:
-            self._undo[-1]()
+            try:
+                self._undo[-1]()
+            except BaseException as error:  # an interrupt, say: finish first, then let it pass
+                if failed is None:
+                    failed = error
+                    continue
             self._undo.pop()
+        if failed is not None:
+            raise failed
 
 
 class _EagerStance:

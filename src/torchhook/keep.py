@@ -24,7 +24,7 @@ from torchhook import tree
 
 Transform = Callable[[Any], Any]
 
-MODES = ("copy", "live", "reference")
+MODES = ("copy", "live", "reference", "clone")
 
 _lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", torch.clone)
 _in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
@@ -34,8 +34,8 @@ _ROOMY = 2  # a storage this many times larger than the tensor is not worth hold
 class Keep:
     """How values are kept: ``keep.value(passing)`` is what is kept of one.
 
-    ``mode`` is ``"copy"`` (detached and safe), ``"live"`` (safe, still on the autograd graph) or
-    ``"reference"`` (the bare tensor, which the model may overwrite). ``transform`` sees the passing
+    ``mode`` is ``"copy"`` (detached and safe), ``"live"`` (safe, still on the autograd graph), ``"reference"`` (the
+    bare tensor, which the model may overwrite) or ``"clone"`` (as copy, but memory is never shared). ``transform`` sees the passing
     value before it is copied, so that what it throws away is never copied or moved.
     """
 
@@ -64,7 +64,9 @@ class Keep:
         self._outliving_storages: frozenset[int | None] | None = None
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
         plain = self.device is None and dtype is None
-        self._tensor = {"copy": self._copy, "live": self._live, "reference": _as_is}[mode] if plain else self._converted
+        keeps = {"copy": self._copy, "live": self._live, "reference": _as_is, "clone": _clone}
+        self._as_it_is: Callable[[Tensor], Tensor] = keeps[mode]
+        self._tensor = self._as_it_is if plain else self._converted
         self._fast = mode == "copy" and transform is None and dtype is None and (plain or self._to_host is not None)
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
@@ -98,7 +100,7 @@ class Keep:
     def value(self, value: Any) -> Any:
         """What is kept of one passing value."""
         if self.transform is not None:
-            if self.mode == "copy":
+            if self.mode in ("copy", "clone"):
                 with torch.no_grad():
                     value = self.transform(value)
             else:
@@ -130,7 +132,7 @@ class Keep:
                 return _lazy_clone(tensor.detach() if tensor.requires_grad else tensor)
             except (NotImplementedError, RuntimeError):
                 pass  # sparse and opaque layouts; memory that torch does not own
-        return tensor.detach().clone()
+        return _clone(tensor)
 
     def _live(self, tensor: Tensor) -> Tensor:
         if self._may_share(tensor):
@@ -157,23 +159,38 @@ class Keep:
         return storage._cdata not in self._outliving_storages
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        source = tensor.detach() if self.mode == "copy" else tensor
+        detach = self.mode in ("copy", "clone") and tensor.requires_grad
+        source = tensor.detach() if detach else tensor
         if self.dtype is not None and source.is_floating_point():
             source = source.to(self.dtype)
         strided = type(source) is Tensor and source.layout == torch.strided and not source.is_quantized
-        if self._to_host is not None and source.is_cuda and strided and self.mode == "copy":
-            if source is not tensor and source.dtype != tensor.dtype:
-                return self._to_host.copy(source)  # the cast made fresh memory: nobody else writes to it
-            return self._to_host.copy(self._copy(source))
+        if self._to_host is not None and source.is_cuda and strided and self.mode in ("copy", "clone"):
+            cast = source.dtype != tensor.dtype  # made fresh memory, which nobody else writes to
+            return self._to_host.copy(source if cast else self._as_it_is(source))
         if self.device is not None:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device
-        if fresh or self.mode == "reference":
-            return source
-        return self._copy(source) if self.mode == "copy" else self._live(source)
+        return source if fresh else self._as_it_is(source)
 
 
 def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    # Not always detach: subclasses refuse it on inference tensors.
+    if _in_functorch():
+        tensor = _unwrapped(tensor)
+    return (tensor.detach() if tensor.requires_grad else tensor).clone()
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor behind the wrappers of ``torch.func``, which are dead outside; the dim of vmap comes first."""
+    while _in_functorch() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        batched = torch._C._functorch.is_batchedtensor(tensor)
+        dim = torch._C._functorch.maybe_get_bdim(tensor) if batched else 0
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = tensor.movedim(dim, 0) if batched else tensor
     return tensor
 
 

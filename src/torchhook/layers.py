@@ -97,10 +97,10 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     shapes = {} if inputs is None else _shapes(model, index, inputs)
     found = []
     for path, module in index.modules.items():
-        first = index.names[module][0]
+        first = index.names(module)[0]
         parameters = sum(_count(p) for p in set(module.parameters()))
         shared = None if first == path else first
-        layer = Layer(path, type(module).__name__, parameters, shapes.get(module), shared)
+        layer = Layer(path, type(module).__name__, parameters, shapes.get(id(module)), shared)
         if depth is None or layer.depth <= depth:
             found.append(layer)
     total = sum(_count(p) for p in set(model.parameters()))
@@ -148,7 +148,7 @@ def ops(model: nn.Module, *args: Any, **kwargs: Any) -> Ops:
     listener = session.listen()
     with session:
         model(*args, **kwargs)
-    found = ((path, listener.seen[m]) for path, m in session.index.modules.items() if m in listener.seen)
+    found = ((path, listener.seen[id(m)]) for path, m in session.index.modules.items() if id(m) in listener.seen)
     return Ops(Op(path, name, calls) for path, names in found for name, calls in names.items())
 
 
@@ -156,18 +156,18 @@ def _count(parameter: Tensor) -> int:
     return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 
-def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[nn.Module, str]:
+def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[int, str]:
     args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     kwargs = inputs if isinstance(inputs, dict) else {}
     session = Session(model, index=index, warn=False)
-    targets = {m: Target(Site(names[0]), m) for m, names in index.names.items() if is_callable(m)}
+    targets = {i: Target(Site(index.names(m)[0]), m) for i, m in index.distinct.items() if is_callable(m)}
     session.record(targets.values(), Keep(transform=tree.describe), max_records=1)
-    modes = {module: module.training for module in model.modules()}
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         with torch.no_grad(), session as recording:
             model(*args, **kwargs)
     finally:
-        for module, mode in modes.items():
+        for module, mode in modes:
             module.training = mode
-    return {m: recording.all(t.site)[-1] for m, t in targets.items() if t.site in recording}
+    return {i: recording.all(t.site)[-1] for i, t in targets.items() if t.site in recording}

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import tree
+from torchhook.errors import SessionError
 from torchhook.hooks import EnterTap, LeaveTap, Scope, Tap, as_arguments, as_value
+from torchhook.recompute import in_bare_segment
 
 # Python's names for operators, where they differ from the name of the tensor method.
 _OPERATORS = {
@@ -52,10 +54,11 @@ class Listener:
     """The operations of one session: which module is running, and the taps on its operations."""
 
     def __init__(self, scope: Scope | None) -> None:
-        self.inputs: dict[tuple[nn.Module, str], Tap] = {}
-        self.outputs: dict[tuple[nn.Module, str], Tap] = {}
-        self.seen: dict[nn.Module, Counter[str]] = {}
-        """Operations that returned tensors, by module, counted: what a never-ran report can offer instead."""
+        # By the id of the module and the name of the operation.
+        self.inputs: dict[tuple[int, str], Tap] = {}
+        self.outputs: dict[tuple[int, str], Tap] = {}
+        self.seen: dict[int, Counter[str]] = {}
+        """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
         self._running: list[nn.Module] = []
 
@@ -65,41 +68,81 @@ class Listener:
 
     def enter(self, module: nn.Module) -> None:
         if not self._gate.is_foreign():
+            if self._running and module is self._running[0]:
+                self._running.clear()  # left by an interrupt: the outermost module does not run inside itself
+                _modes.mode.ignore(self)
             if not self._running:
                 _modes.mode.listen(self)
             self._running.append(module)
 
     def leave(self, module: nn.Module) -> None:
-        if module in self._running and not self._gate.is_foreign():
+        if any(module is other for other in self._running) and not self._gate.is_foreign():
             while self._running.pop() is not module:
                 pass  # left by an exception that the model caught
             if not self._running:
                 _modes.mode.ignore(self)
 
+    def unwind(self, depth: int) -> None:
+        """Forget modules beyond ``depth``: hooks do not run when a ``BaseException`` goes through them."""
+        if len(self._running) > depth:
+            del self._running[depth:]
+            if not self._running:
+                _modes.mode.ignore(self)
+
     def close(self) -> None:
-        if self._running:
-            self._running.clear()
-            _modes.mode.ignore(self)
+        self.unwind(0)
 
-    def before(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tap = self.inputs.get((self._running[-1], name))
-        if tap is None:
-            return args, kwargs
-        passing = as_value(args, kwargs)
-        value = tap.take(passing)
-        return (args, kwargs) if value is passing else as_arguments(value)
-
-    def after(self, name: str, module: nn.Module, output: Any) -> Any:
-        if any(True for _ in tree.tensors(output)):
-            self.seen.setdefault(module, Counter())[name] += 1
-        tap = self.outputs.get((module, name))
-        return output if tap is None else tap.take(output)
+    @property
+    def depth(self) -> int:
+        return len(self._running)
 
     @property
     def current(self) -> nn.Module:
         return self._running[-1]
+
+    def before(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tap = self.inputs.get((id(self.current), name))
+        if tap is None:
+            return args, kwargs
+        _check_recomputable(tap, name)
+        passing = as_value(args, kwargs)
+        value = tap.take(passing)
+        return (args, kwargs) if value is passing else as_arguments(value)
+
+    def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(True for _ in tree.tensors(output)):
+            self.seen.setdefault(id(module), Counter())[name] += 1
+        tap = self.outputs.get((id(module), name))
+        if tap is None:
+            return output
+        _check_recomputable(tap, name)
+        value = tap.take(output, (args, kwargs))
+        written = kwargs.get("out", args[0] if args else None)
+        if value is not output and output is written and isinstance(output, Tensor) and tap.edits:
+            # The model may go on with the tensor that was written to, and not with what the operation returns.
+            return output.copy_(value)
+        return value
+
+
+def _check_recomputable(tap: Tap, name: str) -> None:
+    if tap.edits and in_bare_segment():
+        raise SessionError(
+            f"{tap.label}/{name} cannot be edited here: it runs in a checkpointed function that is no module, and "
+            "would not be edited when that is recomputed. Checkpoint a module instead, or edit a module's output."
+        )
+
+
+def depths() -> dict[int, int]:
+    """How deep every listener of this thread is in its model, for ``unwind``."""
+    return {id(listener): listener.depth for listener in _modes.mode.listeners}
+
+
+def unwind(depths: dict[int, int]) -> None:
+    """After an exception went through models: forget what was entered since ``depths`` was taken."""
+    for listener in list(_modes.mode.listeners):
+        listener.unwind(depths.get(id(listener), 0))
 
 
 class _Mode(TorchFunctionMode):
@@ -107,17 +150,17 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        self._listeners.append(listener)
-        if len(self._listeners) == 1:
+        self.listeners.append(listener)
+        if len(self.listeners) == 1:
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def ignore(self, listener: Listener) -> None:
-        if listener in self._listeners:
-            self._listeners.remove(listener)
-            if not self._listeners:
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+            if not self.listeners:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -127,12 +170,12 @@ class _Mode(TorchFunctionMode):
         name = op_name(func)
         if name is None or _is_our_own_doing():
             return func(*args, **kwargs)
-        listeners = [(listener, listener.current) for listener in self._listeners]
+        listeners = [(listener, listener.current) for listener in self.listeners]
         for listener, _ in listeners:
             args, kwargs = listener.before(name, args, kwargs)
         output = func(*args, **kwargs)
         for listener, module in listeners:
-            output = listener.after(name, module, output)
+            output = listener.after(name, module, output, args, kwargs)
         return output
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchhook import saving, tree
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
-from torchhook.sites import Site, parse
+from torchhook.sites import Site, readings
 from torchhook.tables import Table, size
 
 
@@ -134,7 +134,7 @@ class Recording:
 
     def __getitem__(self, key: str | Site | tuple[str | Site, int]) -> Any:
         site, call = self._find(key)
-        rows = self._rows(site)
+        rows = self._rows(site, call)
         calls = [row[0] for row in rows]
         if call is None:
             if len(rows) > 1:
@@ -145,12 +145,17 @@ class Recording:
                 )
             return rows[0][2]
         wanted = calls[call] if -len(calls) <= call < 0 else call
-        for row in rows:
-            if row[0] == wanted:
-                return row[2]
-        raise MissingRecordError(
-            f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
-        )
+        found = [row[2] for row in rows if row[0] == wanted]
+        if len(found) > 1:
+            raise AmbiguousCallError(
+                f"call {wanted} of {str(site)!r} has {len(found)} records, one for each backward pass through it: "
+                f"take rec.all({str(site._replace(call=wanted))!r})."
+            )
+        if not found:
+            raise MissingRecordError(
+                f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
+            )
+        return found[0]
 
     def all(self, key: str | Site) -> list[Any]:
         """Every value of a site, in call order."""
@@ -221,18 +226,24 @@ class Recording:
                 raise TypeError(f"rec[site, call]: the call must be an integer, found {call!r}.")
         else:
             address = key
-        if isinstance(address, str):
-            address = parse(address, {site.path for site in self._stores} | self._aliases.keys())
-        elif not isinstance(address, Site):
+        if isinstance(address, Site):
+            options = [address]
+        elif isinstance(address, str):
+            options = list(readings(address))
+        else:
             raise TypeError(f"a recording is read by address, found {type(address).__name__}.")
-        site = address._replace(path=self._aliases.get(address.path, address.path), call=None)
-        return site, address.call if call is None else call
+        sites = [o._replace(path=self._aliases.get(o.path, o.path), call=None) for o in options]
+        # A name may look like an address ("a:input"): the first reading that was recorded is meant.
+        chosen = next((i for i, site in enumerate(sites) if site in self._stores), len(sites) - 1)
+        return sites[chosen], options[chosen].call if call is None else call
 
-    def _rows(self, site: Site) -> list[Row]:
+    def _rows(self, site: Site, call: int | None = None) -> list[Row]:
         self.wait()
         if rows := list(self._stores.get(site, ())):
             return rows
-        address = str(site)
+        address = str(site if call is None else site._replace(call=call))
+        if address not in self.missing:
+            address = str(site)
         if address in self.missing:
             raise NeverRanError(f"{address!r} was selected and never ran: {self.missing[address]}")
         if site in self._stores:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from torchhook.errors import SelectorError, suggestion
@@ -46,20 +47,34 @@ class Index:
         return {
             f"{path}.{name}" if path else name: (module, name)
             for path, module in self.modules.items()
-            for name in (*module._parameters, *module._buffers)
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
         }
 
+    # Modules are told apart by identity: a user's class may define equality, or no hash.
+
     @functools.cached_property
-    def names(self) -> dict[nn.Module, list[str]]:
-        """Every name of every module; a shared one has several."""
-        names: dict[nn.Module, list[str]] = {}
+    def distinct(self) -> dict[int, nn.Module]:
+        """Every module once, by id."""
+        return {id(module): module for module in self.modules.values()}
+
+    @functools.cached_property
+    def _names(self) -> dict[int, list[str]]:
+        names: dict[int, list[str]] = {}
         for path, module in self.modules.items():
-            names.setdefault(module, []).append(path)
+            names.setdefault(id(module), []).append(path)
         return names
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Every name of a module: a shared one has several, one of another model none."""
+        return self._names.get(id(module), [])
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
+    """Whether a hook on the module can fire: ``ModuleList`` has no forward, TorchScript takes no hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -76,15 +91,19 @@ def resolve(
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
     index = model if isinstance(model, Index) else Index(model)
-    left_out = set() if exclude is None else {(t.module, t.tensor) for t in _choose(index, exclude, port)}
+    left_out = set() if exclude is None else {_identity(target) for target in _choose(index, exclude, port)}
     chosen: dict[Any, Target] = {}
     for target in _choose(index, selectors, port):
-        site, module, tensor = target
-        if not left_out or (module, tensor) not in left_out:
-            chosen.setdefault((module, tensor, site[1:]), target)
+        identity = _identity(target)
+        if identity not in left_out:
+            chosen.setdefault((identity, target.site[1:]), target)
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())
+
+
+def _identity(target: Target) -> int:
+    return id(target.module if target.tensor is None else live_tensor(target))
 
 
 def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
@@ -93,8 +112,8 @@ def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
     elif isinstance(selector, Site):
         yield from _by_site(index, selector, str(selector))
     elif isinstance(selector, nn.Module):
-        names = index.names.get(selector)
-        if names is None:
+        names = index.names(selector)
+        if not names:
             raise SelectorError(
                 f"this {type(selector).__name__} is not part of the model: "
                 "a copy, a wrapper or another model's layer. Pass the model's own module, or its name."
@@ -135,12 +154,12 @@ def _modules(index: Index, accept: Callable[[str, nn.Module], Any]) -> list[str]
 
 
 def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> Iterator[Target]:
-    """``site`` at each of the paths that a pattern found. Containers without a forward are passed over."""
+    """``site`` at each of the paths that a pattern found, less those where no hook can fire."""
     running = [path for path in paths if is_callable(index.modules[path])]
     if not paths:
         raise SelectorError(f"{what} matches no module. {suggestion(text, index.modules)}")
     if not running:
-        raise SelectorError(f"{what} matches only containers that are never called: {', '.join(map(repr, paths[:4]))}.")
+        raise SelectorError(f"{what} matches only what takes no hooks: {', '.join(map(repr, paths[:4]))}.")
     _, op, call, port = site
     for path in running:
         yield Target(Site(path, op, call, port), index.modules[path])
@@ -162,12 +181,13 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     matches = _glob(site.path).fullmatch
     # The model itself is no component of a path: a glob never means it.
     paths = [path for path in index.modules if path and matches(path + ".")]
+    # "**.weight" means parameters too; "layer1.*" means modules, unless there are none.
+    tensors = not paths or not _is_glob(_last(site.path))
+    names = [name for name in index.tensors if matches(name + ".")] if tensors else []
+    if not paths and not names:
+        raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
     if paths:
         yield from _some(index, paths, site, repr(text), site.path)
-        return
-    names = [name for name in index.tensors if matches(name + ".")]
-    if not names:
-        raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
     for name in names:
         yield Target(site._replace(path=name), *index.tensors[name])
 
@@ -178,8 +198,10 @@ def _by_site(index: Index, site: Site, text: str) -> Iterator[Target]:
         if site.path not in index.tensors:
             raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
         yield Target(site, *index.tensors[site.path])
-    elif is_callable(module) or site.op is not None:
+    elif is_callable(module):
         yield Target(site, module)
+    elif isinstance(module, torch.jit.ScriptModule):
+        raise SelectorError(f"{text!r} is a TorchScript module, which takes no hooks: use the module it was made from.")
     else:
         raise SelectorError(
             f"{text!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "

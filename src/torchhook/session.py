@@ -4,21 +4,24 @@ every hook away again, whatever happens. Everything that looks into a model is a
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
-from torchhook import edits, hooks, silence, tree
+from torchhook import edits, hooks, ops, silence, tree
 from torchhook.errors import NeverRanWarning, SelectorError, SessionError
+from torchhook.gradients import GradTap
 from torchhook.hooks import (
     Attachment,
     CustomTap,
     Edit,
-    GradTap,
     InputTap,
     Look,
     OutputTap,
@@ -30,7 +33,7 @@ from torchhook.hooks import (
 from torchhook.keep import Keep
 from torchhook.ops import Listener
 from torchhook.records import Recording
-from torchhook.select import Index, Target, live_tensor
+from torchhook.select import Index, Target, is_callable, live_tensor
 from torchhook.sites import Site
 
 Threads = Literal["own", "all"]
@@ -49,12 +52,17 @@ class Session:
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
+        if isinstance(self.index.modules[""], torch.jit.ScriptModule):
+            raise SelectorError("the model is TorchScript, which takes no hooks: use the module it was made from.")
         self.recording = Recording(type(self.index.modules[""]).__name__)
         self.scope = Scope()
         self._tap_scope = self.scope if threads == "own" else None
         self._warn = warn
-        self._targets: dict[Target, Tap] = {}
-        self._taps: dict[tuple[nn.Module, type[Tap]], InputTap | OutputTap] = {}
+        self._targets: dict[Site, tuple[Target, Tap]] = {}
+        self._taps: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
+        self._seen: set[Site] = set()
+        self._stops = False
+        self._depths: dict[int, int] = {}
         self._grad_taps: dict[Site, GradTap] = {}
         self._parameters: list[tuple[Target, GradTap]] = []
         self._listener: Listener | None = None
@@ -72,24 +80,24 @@ class Session:
                 f"{str(site)!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._tap_of(target).edits.append(_only(site, _editor(site, edits.adapt(edit))))
+        self._tap_of(target).edits.append(self._only_edit(site, _editor(site, edits.adapt(edit))))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
-        self._tap_of(target).keeps.append(_only_look(target.site, look))
+        self._tap_of(target).keeps.append(self._only_look(target.site, look))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         for target in targets:
-            for name in self.index.names.get(target.module, ()):
-                if target.tensor is None:
+            if target.tensor is None:
+                for name in self.index.names(target.module):
                     self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if before_edits:
                 tap = self._tap_of(target)
-                tap.edits.insert(0, _looked_at_first(tap, _only_look(target.site, recorder)))
+                tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
             else:
                 self.look(target, recorder)
         self.recording.wait_with(keep.wait)
@@ -101,18 +109,22 @@ class Session:
         """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
         tap = CustomTap(target.site.path, self._tap_scope, function)
         tap.keeps.append(keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order))
-        self._taps[target.module, CustomTap] = tap
-        self._targets[target] = tap
+        self._taps[id(target.module), CustomTap] = (target.module, tap)
+        self._targets[target.site] = (target, tap)
 
     def stop_when_seen(self, targets: Iterable[Target]) -> None:
         """End the forward pass once every one of ``targets`` has been seen."""
-        waiting = set(targets)
-        for target in list(waiting):
+        if self._tap_scope is None:
+            raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
+        self._stops = True
+        targets = list(targets)
+        waiting = {target.site for target in targets}
+        for target in targets:
             if target.site.port in ("grad", "grad_input"):
                 raise SessionError(
                     f"stop=True ends the forward pass, and {str(target.site)!r} needs the backward pass."
                 )
-            self.look(target, _stopper(self.scope, waiting, target))
+            self.look(target, _stopper(self.scope, waiting, target.site))
 
     def listen(self) -> Listener:
         """See the functional operations inside the modules."""
@@ -127,10 +139,9 @@ class Session:
     # -- taps -----------------------------------------------------------------------------------
 
     def _tap_of(self, target: Target) -> Tap:
-        tap = self._targets.get(target)
-        if tap is None:
-            tap = self._targets[target] = self._make_tap(target)
-        return tap
+        if target.site not in self._targets:
+            self._targets[target.site] = (target, self._make_tap(target))
+        return self._targets[target.site][1]
 
     def _make_tap(self, target: Target) -> Tap:
         site = target.site
@@ -141,13 +152,38 @@ class Session:
             return passing
         tap = self._grad_taps.get(site.every_call)
         if tap is None:
-            tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self._handles)
+            tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self._handles, passing)
             if site.port == "grad":
-                passing.keeps.append(tap)
+                passing.grad = tap
             else:
                 passing.edits.append(tap.split)
                 self._passing_tap(target._replace(site=site._replace(port="output"))).keeps.append(tap.settle)
         return tap
+
+    def _only_edit(self, site: Site, edit: Edit) -> Edit:
+        if site.call is None:
+            return edit
+        seen = self._seen
+
+        def edit_one(value: Any, call: int) -> Any:
+            if call != site.call:
+                return value
+            seen.add(site)
+            return edit(value, call)
+
+        return edit_one
+
+    def _only_look(self, site: Site, look: Look) -> Look:
+        if site.call is None:
+            return look
+        seen = self._seen
+
+        def look_at_one(value: Any, call: int) -> None:
+            if call == site.call:
+                seen.add(site)
+                look(value, call)
+
+        return look_at_one
 
     def _passing_tap(self, target: Target) -> Tap:
         """The tap that the value passes in the forward pass."""
@@ -156,7 +192,7 @@ class Session:
             return self._tap(InputTap if inward else OutputTap, target.module, target.site.path)
         listener = self.listen()
         taps = listener.inputs if inward else listener.outputs
-        return taps.setdefault((target.module, target.site.op), Tap(target.site.path))
+        return taps.setdefault((id(target.module), target.site.op), Tap(target.site.path))
 
     def _tensor_tap(self, target: Target) -> Tap:
         """The tap of a parameter or buffer: its value when its module runs, or its gradient."""
@@ -166,23 +202,28 @@ class Session:
                 lambda value, call: _pass_tensor(tap, target)
             )
             return tap
-        if target.site.port != "grad" or not live_tensor(target).requires_grad:
-            why = "has no inputs" if target.site.port != "grad" else "does not require a gradient"
-            raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a parameter or buffer that {why}.")
+        if target.site.port != "grad":
+            raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a parameter or buffer, without inputs.")
         grad_tap = GradTap(target.site.path, self.scope, self._handles)
-        self._parameters.append((target, grad_tap))
+        if live_tensor(target).requires_grad:
+            self._parameters.append((target, grad_tap))
         return grad_tap
 
     def _tap(self, kind: type[InputTap] | type[OutputTap], module: nn.Module, path: str) -> InputTap | OutputTap:
-        tap = self._taps.get((module, kind))
-        if tap is None:
-            tap = self._taps[module, kind] = kind(path, self._tap_scope)
-        return tap
+        known = self._taps.get((id(module), kind))
+        if known is None:
+            known = self._taps[id(module), kind] = (module, kind(path, self._tap_scope))
+        return known[1]
 
     # -- living -------------------------------------------------------------------------------
 
     def open(self) -> Session:
-        """Attach the hooks."""
+        """Attach the hooks, until ``close``."""
+        if self._stops:
+            raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
+        return self._open()
+
+    def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
         attachment = Attachment()
@@ -190,47 +231,48 @@ class Session:
         try:
             attachment.defer(hooks.eager_stance.hold())
             attachment.defer(self._handles.remove)
+            attachment.defer(functools.partial(hooks.leave, self.scope))
             if self._listener is not None:
                 attachment.defer(self._listener.close)
                 enter, leave = self._listener.boundaries()
-                for module in self.index.names:
+                for module in filter(is_callable, self.index.distinct.values()):
                     attachment.attach(enter, module)
                     attachment.attach(leave, module)
-            for (module, _), tap in self._taps.items():
+            for module, tap in self._taps.values():
                 attachment.attach(tap, module)
             for target, grad_tap in self._parameters:
                 attachment.defer(grad_tap.follow(live_tensor(target)).remove)
         except BaseException:
             self._removal()
             raise
+        self._depths = ops.depths()
         hooks.enter(self.scope)
         return self
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
-        self._close(None, stacklevel=3)
+        self._close(None)
 
     remove = close
     """As PyTorch's own hook handles call it."""
 
     def __enter__(self) -> Recording:
-        return self.open().recording
+        return self._open().recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         stopped = isinstance(error, Stop) and error.scope is self.scope
-        self._close(None if stopped else error, stacklevel=3)
+        if error is not None:
+            ops.unwind(self._depths)
+        self._close(None if stopped else error)
         return stopped
 
-    def _close(self, error: BaseException | None, stacklevel: int) -> None:
+    def _close(self, error: BaseException | None) -> None:
         if self._removal is None or not self._removal.alive:
             return
         self.scope.closed = True
-        try:
-            self._removal()
-        finally:
-            hooks.leave(self.scope)
+        self._removal()
         self.recording.finish()
         self._report(error)
         missing = self.recording.missing
@@ -238,36 +280,39 @@ class Session:
             lines = [f"  {address or '(model)'!r}: {why}" for address, why in list(missing.items())[:10]]
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
-            warnings.warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning, stacklevel=stacklevel)
+            warnings.warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning, stacklevel=_callers())
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        taps = {module: tap for (module, _), tap in self._taps.items()}
-        for target, tap in self._targets.items():
-            address = str(target.site)
+        taps = {module_id: tap for (module_id, _), (_, tap) in self._taps.items()}
+        for site, (target, tap) in self._targets.items():
+            address = str(site)
+            source = tap.source if isinstance(tap, GradTap) and tap.source is not None else tap
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
-            if tap.recomputed:
-                self.recording.recomputed[address] = tap.recomputed
-            if tap.ran > (target.site.call or 0):
+            if source.recomputed:
+                self.recording.recomputed[address] = source.recomputed
+            if site in self._seen if site.call is not None else tap.ran:
                 continue
-            if error is not None:
+            if isinstance(error, Stop):
+                why = "another session's stop=True ended the block."
+            elif error is not None:
                 why = f"the block ended early with {type(error).__name__}."
             else:
                 why = silence.cause(target, tap, self.index, taps, self.scope, self._listener)
             self.recording.missing[address] = why
 
 
+def _callers() -> int:
+    """The stack level, for a warning, of the first frame that is not this library's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torchhook":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 # What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
 # and with it the hooks, alive for as long as the model.
-
-
-def _only(site: Site, edit: Edit) -> Edit:
-    return edit if site.call is None else lambda value, call: edit(value, call) if call == site.call else value
-
-
-def _only_look(site: Site, look: Look) -> Look:
-    return look if site.call is None else lambda value, call: look(value, call) if call == site.call else None
 
 
 def _looked_at_first(tap: Tap, look: Look) -> Edit:
@@ -291,11 +336,11 @@ def _editor(site: Site, edit: edits.Edit) -> Edit:
     return change
 
 
-def _stopper(scope: Scope, waiting: set[Target], target: Target) -> Look:
+def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
     def stop(value: Any, call: int) -> None:
-        waiting.discard(target)
+        waiting.discard(site)
         if not waiting:
-            scope.stopped_at = str(target.site)
+            scope.stopped_at = str(site)
             raise Stop(scope)
 
     return stop
@@ -309,7 +354,7 @@ def _outliving(index: Index, keep: Keep) -> Look:
     """Tell ``keep`` which tensors outlive the forward pass: what the model owns, and what it is called with."""
     keep.owns(
         tensor
-        for module in index.names
+        for module in index.distinct.values()
         for tensor in (*module._parameters.values(), *module._buffers.values())
         if tensor is not None
     )

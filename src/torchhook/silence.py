@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from torchhook.errors import suggestion
-from torchhook.hooks import GradTap, Scope, Tap
+from torchhook.gradients import GradTap
+from torchhook.hooks import Scope, Tap
 from torchhook.ops import Listener
-from torchhook.select import Index, Target
+from torchhook.select import Index, Target, live_tensor
 
 
 def cause(
-    target: Target, tap: Tap, index: Index, taps: Mapping[nn.Module, Tap], scope: Scope, listener: Listener | None
+    target: Target, tap: Tap, index: Index, taps: Mapping[int, Tap], scope: Scope, listener: Listener | None
 ) -> str:
-    """The likely cause. ``taps`` are those of this session by module, the model's own among them."""
-    site, module = target.site, target.module
+    """The likely cause. ``taps`` are those of this session by module id, the model's own among them."""
+    site = target.site
     if isinstance(tap, GradTap):
-        return _no_gradient(target, tap, taps)
+        return _no_gradient(target, tap)
     if tap.elsewhere and not tap.ran:
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
         return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
     if not any(other.ran for other in taps.values()):
-        if any(isinstance(m, torch.jit.ScriptModule) for m in index.modules.values()):
-            return (
-                "nothing ran that hooks can see: inside a TorchScript module they never fire. Use the original module."
-            )
         return "nothing ran while the session was open: call the model itself (not model.forward) inside the block."
     if scope.stopped_at is not None:
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
-    if site.op is not None and listener is not None and module in listener.seen:
-        where = repr(site.path) if site.path else "the model itself"
-        return f"{where} ran no {site.op!r}. {suggestion(site.op, listener.seen[module])}"
-    parents = _ancestors(site.path, index)
-    for path, parent in parents:
-        for kind, why in _BYPASSES.items():
-            if isinstance(parent, kind):
-                return why(site.path, path)
-    if "_orig_mod" in vars(module).get("_modules", {}):
-        return "it was compiled before the hook was there."
-    for path, parent in parents:
-        known = taps.get(parent)
+    if site.op is not None and listener is not None:
+        return _no_operation(target, index, listener)
+    around = _around(site.path, index)
+    if around and isinstance(around[0][1], nn.MultiheadAttention):
+        name = site.path.rpartition(".")[2]
+        return (
+            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
+            f"capture {around[0][0]!r} instead."
+        )
+    for path, module in around:
+        known = taps.get(id(module))
         if known is not None and known.ran == 0:
             return f"{path!r}, which holds it, did not run either: a branch that was not taken?"
-    where = f" in {parents[0][0]!r}" if parents and parents[0][0] else ""
+    where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "
         "or code that uses its weights or its .forward directly."
     )
 
 
-def _no_gradient(target: Target, tap: GradTap, taps: Mapping[nn.Module, Tap]) -> str:
-    if target.tensor is not None:
-        return "no gradient of it was computed: call backward inside the block, on something that depends on it."
-    if tap.without_grad:
-        return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
-    passing = taps.get(target.module)
-    if passing is not None and not passing.ran and target.site.op is None:
-        return "its module did not run while the session was open."
-    return "no gradient reached it: call backward inside the block, on something that depends on it."
-
-
-def _ancestors(path: str, index: Index) -> list[tuple[str, nn.Module]]:
-    """The modules around ``path``, innermost first."""
+def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
+    """The modules that hold the one at ``path``, innermost first."""
     found = []
     while path:
         path = path.rpartition(".")[0]
@@ -75,26 +59,29 @@ def _ancestors(path: str, index: Index) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _attention(path: str, parent: str) -> str:
-    return (
-        f"nn.MultiheadAttention reads the weights of {path.rpartition('.')[2]!r} without calling it (pytorch#78109); "
-        f"capture {parent!r} instead."
-    )
+def _no_operation(target: Target, index: Index, listener: Listener) -> str:
+    site = target.site
+    where = repr(site.path) if site.path else "the model itself"
+    own = listener.seen.get(id(target.module))
+    if own and site.op is not None:
+        return f"{where} ran no {site.op!r}. {suggestion(site.op, own)}"
+    below = [
+        f"{path}/{site.op}"
+        for path, module in index.modules.items()
+        if path.startswith(f"{site.path}." if site.path else "") and site.op in listener.seen.get(id(module), ())
+    ]
+    if below:
+        return f"{where} ran no operation of its own; modules in it did: {', '.join(map(repr, below[:3]))}."
+    return f"{where} ran no operation, or did not run at all."
 
 
-def _encoder_layer(path: str, parent: str) -> str:
-    return (
-        f"nn.TransformerEncoderLayer {parent!r} took its fused path, which calls none of its children; "
-        "torch.backends.mha.set_fastpath_enabled(False) turns that off."
-    )
-
-
-def _script(path: str, parent: str) -> str:
-    return f"hooks never fire inside the TorchScript module {parent or 'model'!r}; use the original module."
-
-
-_BYPASSES: dict[type[nn.Module], Callable[[str, str], str]] = {
-    nn.MultiheadAttention: _attention,
-    nn.TransformerEncoderLayer: _encoder_layer,
-    torch.jit.ScriptModule: _script,
-}
+def _no_gradient(target: Target, tap: GradTap) -> str:
+    if target.tensor is not None and not live_tensor(target).requires_grad:
+        return "it does not require a gradient."
+    if tap.without_grad:
+        return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
+    if tap.source is not None and not tap.source.ran:
+        return "it did not run in the forward pass while the session was open."
+    if target.site.call is not None and tap.ran:
+        return f"gradients arrived for other calls, but not for call {target.site.call}."
+    return "no gradient reached it: call backward inside the block, on something that depends on it."

@@ -50,11 +50,11 @@ def parse(address: str, known: Collection[str] = ()) -> Site:
     >>> parse("blocks.3.attn/softmax#2:input")
     Site(path='blocks.3.attn', op='softmax', call=2, port='input')
     """
-    readings = list(_readings(address))
-    return next((site for site in readings if site.path in known), readings[-1])
+    options = list(readings(address))
+    return next((site for site in options if site.path in known), options[-1])
 
 
-def _readings(address: str) -> Iterator[Site]:
+def readings(address: str) -> Iterator[Site]:
     """Every way to read an address, from the plain path to the fully decorated one."""
     yield Site(address)
     rest, port = address, "output"
@@ -94,7 +94,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
-    if module in above:  # a module that contains itself
+    if any(module is other for other in above):  # a module that contains itself
         return
     children = module._modules
     inner = next((name for name in _WRAPPED if name in children and _is_wrapper(module, name)), None)

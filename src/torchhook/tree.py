@@ -1,9 +1,9 @@
 """Nested values: what a module takes and returns, seen as tensors with addresses.
 
-A value is a tensor, or a node (tuple, list, dict, named tuple, dataclass, anything registered with
-torch's pytree, or a plain object that holds tensors), or some other leaf (``None``, a number, a
-string). ``map_tensors`` rebuilds a value with its tensors changed, ``leaves`` lists what is inside
-with dotted addresses (``"1.0"``, ``"hidden_states.3"``), ``get`` and ``put`` reach one of them.
+A value is a tensor, or a node (tuple, list, dict, set, named tuple, dataclass, anything registered with torch's pytree,
+or a plain object that holds tensors), or some other leaf (``None``, a number, a string). ``map_tensors`` rebuilds a
+value with its tensors changed, ``leaves`` lists what is inside with dotted addresses (``"1.0"``,
+``"hidden_states.3"``), ``get`` and ``put`` reach one of them.
 
 This is the only file that knows torch's pytree registry.
 """
@@ -45,6 +45,8 @@ def unpack(value: Any) -> Node | None:
         return Node(_indices(value), list(value), kind)
     if kind is dict:
         return Node([str(k) for k in value], list(value.values()), lambda new: dict(zip(value, new, strict=True)))
+    if isinstance(value, (set, frozenset)):
+        return Node(_indices(value), list(value), kind) if _holds_tensors(value) else None
     if isinstance(value, tuple):
         return _unpack_tuple(value)
     registered = _pytree.SUPPORTED_NODES.get(kind)
@@ -54,16 +56,21 @@ def unpack(value: Any) -> Node | None:
         named = isinstance(value, dict) and len(value) == len(children)
         keys = [str(k) for k in value] if named else _indices(children)
         return Node(keys, children, lambda new: registered.unflatten_fn(new, context))
-    if isinstance(value, (list, deque)):
-        return Node(_indices(value), list(value), lambda new: _refill_sequence(value, new))
-    if isinstance(value, dict):
-        return Node([str(k) for k in value], list(value.values()), lambda new: _refill_dict(value, new))
+    if isinstance(value, types.MappingProxyType):
+        inner = dict(value)
+        return Node(
+            [str(k) for k in inner],
+            list(inner.values()),
+            lambda new: types.MappingProxyType(dict(zip(inner, new, strict=True))),
+        )
+    if isinstance(value, (list, deque, dict)):
+        return _unpack_container(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        return Node(names, [getattr(value, n) for n in names], lambda new: _refill_object(value, names, new))
-    if _holds_tensors(value, set()):
-        names = list(vars(value))
-        return Node(names, [vars(value)[n] for n in names], lambda new: _refill_object(value, names, new))
+        return Node(names, [getattr(value, n) for n in names], lambda new: _with_attributes(value, names, new))
+    if not isinstance(value, _NOT_DATA) and _holds_tensors(value) and not _holds_itself(value):
+        state = _attributes(value)
+        return Node(list(state), list(state.values()), lambda new: _with_attributes(value, state, new))
     return None
 
 
@@ -86,7 +93,7 @@ def _indices(items: Any) -> list[str]:
     return [str(i) for i in range(len(items))]
 
 
-def _unpack_tuple(value: tuple[Any, ...]) -> Node | None:
+def _unpack_tuple(value: tuple[Any, ...]) -> Node:
     kind: Any = type(value)
     fields = getattr(kind, "_fields", None)
     if fields is not None:
@@ -94,47 +101,110 @@ def _unpack_tuple(value: tuple[Any, ...]) -> Node | None:
         return Node(list(fields), list(value), kind._make)
     if hasattr(kind, "n_fields"):  # torch.return_types.*
         return Node(_indices(value), list(value), kind)
-    return Node(_indices(value), list(value), lambda new: kind(new))
+    return Node(_indices(value), list(value), lambda new: tuple.__new__(kind, new))
 
 
-def _refill_sequence(value: Any, new: list[Any]) -> Any:
-    result = copy.copy(value)
-    result.clear()
-    result.extend(new)
-    return result
+def _unpack_container(value: Any) -> Node:
+    """A subclass of list, deque or dict: its items, and its attributes where those hold tensors."""
+    keyed = isinstance(value, dict)
+    keys = [str(k) for k in value] if keyed else _indices(value)
+    items = list(value.values()) if keyed else list(value)
+    extra = {n: v for n, v in _attributes(value).items() if n not in keys and _holds_tensors(v)}
+
+    def rebuild(new: list[Any]) -> Any:
+        result = _copied(value)
+        if keyed:
+            for key, child in zip(value, new, strict=False):
+                dict.__setitem__(result, key, child)
+            for name in vars(result) if hasattr(result, "__dict__") else ():
+                if name in result:  # a dict whose items are its attributes too
+                    vars(result)[name] = result[name]
+        else:
+            base = list if isinstance(value, list) else deque
+            base.clear(result)
+            base.extend(result, new[: len(items)])
+        return _with_attributes(result, extra, new[len(items) :])
+
+    return Node([*keys, *extra], [*items, *extra.values()], rebuild)
 
 
-def _refill_dict(value: dict[Any, Any], new: list[Any]) -> Any:
-    result = copy.copy(value)
-    for key, child in zip(value, new, strict=True):
-        result[key] = child
-    return result
+def _attributes(value: Any) -> dict[str, Any]:
+    """What a plain object carries: its ``__dict__`` and its slots."""
+    try:
+        found = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    except Exception:  # a user's own __dict__ may do anything
+        return {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            name = f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
-def _refill_object(value: Any, names: list[str], new: list[Any]) -> Any:
-    result = copy.copy(value)
+def _with_attributes(value: Any, names: Any, new: list[Any]) -> Any:
+    result = _copied(value)
     for name, child in zip(names, new, strict=True):
         object.__setattr__(result, name, child)  # past a frozen dataclass
     return result
 
 
-def _holds_tensors(value: Any, above: set[int]) -> bool:
-    """Whether a plain object (a key-value cache, a container of the user's own) has tensors inside.
+def _copied(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception:  # an object that refuses to be copied: make one like it
+        result = object.__new__(type(value))
+        for name, part in _attributes(value).items():
+            object.__setattr__(result, name, part)
+        return result
 
-    A cyclic object is a leaf: there is no tree to rebuild.
+
+def _inside(value: Any) -> list[Any]:
+    """What a value directly holds, for the searches below."""
+    if type(value) in _LEAF_TYPES or isinstance(value, (Tensor, *_NOT_DATA)):
+        return []
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return [*value, *(_attributes(value).values() if type(value) not in _SIMPLE_CONTAINERS else ())]
+    if isinstance(value, (dict, types.MappingProxyType)):
+        return [*value.values(), *(_attributes(value).values() if type(value) not in _SIMPLE_CONTAINERS else ())]
+    return list(_attributes(value).values())
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a plain object (a key-value cache, a container of the user's own) has tensors inside, at any depth."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return True
+        if id(part) not in seen:
+            seen.add(id(part))
+            waiting += _inside(part)
+    return False
+
+
+def _holds_itself(value: Any) -> bool:
+    """Whether an object is part of itself: then there is no tree to rebuild, and it is a leaf.
+
+    So is one that is nested too deeply to be gone through.
     """
-    if isinstance(value, Tensor):
-        return True
-    if type(value) in _LEAF_TYPES or isinstance(value, _NOT_DATA) or id(value) in above:
-        return False
-    if isinstance(value, (list, tuple, deque)):
-        inside: Any = value
-    elif isinstance(value, dict):
-        inside = value.values()
-    else:
-        inside = getattr(value, "__dict__", {}).values()
-    above = above | {id(value)}
-    return any(_holds_tensors(child, above) for child in inside) and not any(child is value for child in inside)
+    path: set[int] = set()
+    done: set[int] = set()
+
+    def visit(part: Any) -> bool:
+        if id(part) in path:
+            return True
+        if id(part) in done:
+            return False
+        path.add(id(part))
+        found = len(path) > 100 or any(visit(child) for child in _inside(part))
+        path.discard(id(part))
+        done.add(id(part))
+        return found
+
+    return visit(value)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -145,10 +215,19 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
+    return _map(function, value, {})
+
+
+def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if id(value) in done:  # an object that several others hold
+        return done[id(value)]
     node = unpack(value)
     if node is None:
         return value.copy() if isinstance(value, np.ndarray) else value
-    return node.rebuild([map_tensors(function, child) for child in node.children])
+    done[id(value)] = result = node.rebuild([_map(function, child, done) for child in node.children])
+    return result
 
 
 def leaves(value: Any, address: str = "") -> Iterator[tuple[str, Any]]:
@@ -199,6 +278,18 @@ def _walk(value: Any, address: str, change: Callable[[Any], Any] | None) -> Any:
             return node.rebuild(children)
     there = ", ".join(repr(a) for a, _ in leaves(value) if a) or f"a bare {type(value).__name__}"
     raise KeyError(f"no leaf {address!r} here; there are: {there}")
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two values are nested in the same way: the same kinds of nodes, the same keys."""
+    first, second = unpack(one), unpack(other)
+    if first is None or second is None:
+        return first is second
+    return (
+        type(one) is type(other)
+        and first.keys == second.keys
+        and all(same_structure(a, b) for a, b in zip(first.children, second.children, strict=True))
+    )
 
 
 def describe(value: Any) -> str:

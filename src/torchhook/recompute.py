@@ -1,0 +1,93 @@
+"""Forward calls inside a backward pass: activation checkpointing runs a part of the model again.
+
+Such a call is the same call as before, not a new one. Which one it is follows from the checkpointed segment around it,
+an object of ``torch.utils.checkpoint`` that is the same in the first run and in the recomputation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+"""The backward pass that is running in this thread; -1 for none."""
+
+_saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
+)
+_REMEMBERED = 1024  # segments whose backward pass may still come
+
+
+class Segments:
+    """Which calls of one tap belong to which checkpointed segment."""
+
+    __slots__ = ("_again", "_calls")
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, list[int]] = OrderedDict()
+        self._again: tuple[int | None, int, int] = (None, -1, 0)
+
+    def note(self, call: int) -> None:
+        """Remember the segment of a call that runs for the first time."""
+        # Every checkpoint runs without gradients, or with hooks on what autograd saves.
+        if torch.is_grad_enabled() and _saved_tensor_hooks(True) is None:
+            return
+        token = _segment()
+        if token is None:
+            return
+        known = self._calls.get(token)
+        if known and known[-1] == call - 1:
+            known.append(call)
+        else:  # a new segment, perhaps where an old one was in memory
+            self._calls[token] = [call]
+            if len(self._calls) > _REMEMBERED:
+                self._calls.popitem(last=False)
+
+    def is_known(self) -> bool:
+        """Whether the running call is in a segment that was noted."""
+        return bool(self._calls) and _segment() in self._calls
+
+    def call_again(self, ran: int) -> int:
+        """The index that a recomputed call had the first time."""
+        token, task = _segment(), graph_task()
+        known = None if token is None else self._calls.get(token)
+        key = ran if known is None or token is None else token
+        before, before_task, position = self._again
+        position = position + 1 if (before, before_task) == (key, task) else 0
+        self._again = (key, task, position)
+        if known is not None:
+            return known[position % len(known)]
+        return max(ran - 1 - position, 0)  # backward goes through the calls in reverse
+
+
+def in_bare_segment() -> bool:
+    """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
+        if frame.f_globals is vars(checkpoint):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _segment() -> int | None:
+    """The identity of the checkpointed segment around the running code."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        if frame.f_globals is vars(checkpoint):
+            name, known = frame.f_code.co_name, frame.f_locals
+            if name == "checkpoint" and "gen" in known:  # first run
+                inner = getattr(known["gen"], "gi_frame", None)
+                if inner is not None and "new_frame" in inner.f_locals:
+                    return id(inner.f_locals["new_frame"])
+            if name == "unpack_hook" and "frame" in known:  # recomputed
+                return id(known["frame"])
+            if name in ("forward", "backward") and "ctx" in known:  # reentrant, both times
+                return id(known["ctx"])
+        frame = frame.f_back
+    return None
