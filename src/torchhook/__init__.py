@@ -1,7 +1,8 @@
 """See, keep and change everything that flows through a PyTorch model."""
 
-from torchhook import edits
+from torchhook import edits, transforms
 from torchhook._version import __version__
+from torchhook.attention import attention, rollout
 from torchhook.capture import Stopped, capture, edit, run
 from torchhook.classic import (
     FeatureExtractor,
@@ -16,16 +17,24 @@ from torchhook.classic import (
     model_summary,
 )
 from torchhook.clip import clip_gradients
+from torchhook.compare import Diff
+from torchhook.diff import diff
+from torchhook.guard import Finding, Guard, guard
 from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
 from torchhook.session import Session
 from torchhook.sites import Site
+from torchhook.sweep import Sweep, sweep
 from torchhook.tree import Inputs
+from torchhook.watch import Watch, watch
 
 __all__ = [
+    "Diff",
     "FeatureExtractor",
     "FeatureLayer",
     "FeatureLayers",
+    "Finding",
+    "Guard",
     "Hook",
     "HookManager",
     "Inputs",
@@ -33,18 +42,27 @@ __all__ = [
     "Session",
     "Site",
     "Stopped",
+    "Sweep",
     "VerboseExecution",
+    "Watch",
     "__version__",
+    "attention",
     "capture",
     "clip_gradients",
     "count_parameters",
+    "diff",
     "edit",
     "edits",
     "get_layer_candidates",
     "gradient_clipper",
+    "guard",
     "layers",
     "load",
     "model_summary",
     "ops",
+    "rollout",
     "run",
+    "sweep",
+    "transforms",
+    "watch",
 ]

@@ -48,13 +48,17 @@ def capture(
     the edits, or before them with ``before_edits=True``. ``threads="all"`` also records calls from other threads.
     """
     session = Session(model, threads=threads)
-    targets = resolve(session.index, list(selectors) or "**", exclude=exclude, port=port)
+    targets = resolve(session.index, list(selectors) or _every_module, exclude=exclude, port=port)
     _add_edits(session, edit or {})
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
     session.record(targets, keeper, max_records, before_edits)
     if stop:
         session.stop_when_seen(targets)
     return session
+
+
+def _every_module(name: str, module: nn.Module) -> bool:
+    return True
 
 
 def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session:
@@ -111,32 +115,34 @@ def run(
     kwargs: dict[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> tuple[Any, Recording]:
-    """Call the model once and return its output and the recording.
+    """Call the model once and return its output and the recording: of what ``capture`` selects, or of every module.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     >>> output, rec = run(model, torch.ones(2, 3), capture="0")
 
-    Other keywords go to the model; ``kwargs=`` holds those whose names are taken here. With ``stop=True`` the
-    forward pass ends at the last site and the output is a ``Stopped``.
+    With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
+    taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
     """
-    session = _capture(
-        model,
-        *([] if capture is None else [capture]),
-        exclude=exclude,
-        port=port,
-        keep=keep,
-        device=device,
-        dtype=dtype,
-        transform=transform,
-        stop=stop,
-        edit=edit,
-        before_edits=before_edits,
-    )
+    if capture is None and edit is not None:
+        session = _edit(model, edit)
+    else:
+        session = _capture(
+            model,
+            *([] if capture is None else [capture]),
+            exclude=exclude,
+            port=port,
+            keep=keep,
+            device=device,
+            dtype=dtype,
+            transform=transform,
+            stop=stop,
+            edit=edit,
+            before_edits=before_edits,
+        )
+    output: Any = session  # which no model returns
     with session as recording:
         output = model(*args, **{**(kwargs or {}), **model_kwargs})
-    if session.scope.stopped_at is not None:
-        output = Stopped(session.scope.stopped_at)
-    return output, recording
+    return Stopped(str(session.scope.stopped_at)) if output is session else output, recording
 
 
-_capture = capture
+_capture, _edit = capture, edit

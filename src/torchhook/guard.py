@@ -185,15 +185,20 @@ def _dense(tensor: Tensor) -> Tensor | None:
 
 
 def _flag(tensor: Tensor) -> bool | Tensor:
-    """Whether the tensor may hold a NaN or Inf; off the CPU, an answer that is still on the device."""
+    """Whether the tensor may hold a NaN or Inf; off the CPU, its sum, which is still on the device."""
     try:
         dense = _dense(tensor)
         if dense is None:
             return False
         total = dense.sum(dtype=_WIDE.get(dense.dtype))
-        return not cmath.isfinite(total.item()) if total.is_cpu else ~total.isfinite()
+        return not cmath.isfinite(total.item()) if total.is_cpu else total
     except _CANNOT:
         return False
+
+
+def _is_bad(tensor: Tensor) -> bool:
+    flag = _flag(tensor)
+    return flag if isinstance(flag, bool) else not cmath.isfinite(flag.item())
 
 
 def _describe(name: str, tensor: Tensor) -> Statistics:
@@ -274,7 +279,8 @@ class _Passing(NamedTuple):
 class _Crossing(NamedTuple):
     """What goes into a module or comes out of one."""
 
-    values: Named
+    values: Named | None
+    """Not held on to while the device is still to be asked."""
     storages: list[int | None]
     left: nn.Module | None
 
@@ -377,7 +383,7 @@ class _Watcher(Listener):
             return
         self._keep.called_with(t for _, t in given)
         for name, tensor in given:
-            found = None if not _flag(tensor) else _describe(name, tensor)
+            found = None if not _is_bad(tensor) else _describe(name, tensor)
             if found is not None and not found.finite and not self._is_mask(found):
                 place = self._place(module, None, call)
                 stack = self._stack(place)
@@ -499,7 +505,7 @@ class _Watcher(Listener):
             if _STILL_NODES.fullmatch(name) is None:
                 unseen = place.op is None or number < self._start
                 here = place._replace(op=re.sub(r"Backward\d*$", "", name), call=None) if unseen else place
-                self._handles.add(node.register_hook(_on_node(self, here)))
+                self._handles.add(hooks.on_node(node, _on_node(self, here)))
 
     def gradients(
         self, place: _Place, outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]
@@ -521,7 +527,7 @@ class _Watcher(Listener):
 
     def loss(self, place: _Place, name: str, grad: Tensor) -> None:
         """The gradient of the outermost module's output came in."""
-        if not self._scope.closed and not self.findings and _flag(grad):
+        if not self._scope.closed and not self.findings and _is_bad(grad):
             found = _describe(name, grad)
             if not found.finite:
                 site = place.site("grad")
@@ -551,7 +557,7 @@ class _Watcher(Listener):
     def _cross(self, values: Named, left: nn.Module | None) -> None:
         """Something goes into a module or comes out of one."""
         if self._pending:
-            self._pending.append((None, _Crossing(self._kept(values), [_storage(t) for _, t in values], left)))
+            self._pending.append((None, _Crossing(None, [_storage(t) for _, t in values], left)))
         elif self._suspects:
             self._judge_crossing(_Crossing(values, [_storage(t) for _, t in values], left))
 
@@ -562,22 +568,26 @@ class _Watcher(Listener):
     def settle(self) -> None:
         """Ask the device about all that is waiting."""
         pending, self._pending, self._held = self._pending, [], 0
-        flags = [flag for flag, _ in pending if flag is not None]
-        devices = {flag.device: [f for f in flags if f.device == flag.device] for flag in flags}
-        answers = {device: iter(torch.stack(some).tolist()) for device, some in devices.items()}
+        sums: dict[Any, list[Tensor]] = {}
+        for flag, _ in pending:
+            if flag is not None:
+                sums.setdefault((flag.device, flag.dtype), []).append(flag)
+        answers = {key: iter(torch.stack(some).tolist()) for key, some in sums.items()}
         last = None
         for flag, value in pending:
-            if (flag is None or next(answers[flag.device])) and value is not last:
+            if isinstance(value, _Crossing):
+                self._judge_crossing(value)
+            elif flag is not None and cmath.isfinite(next(answers[flag.device, flag.dtype])):
+                for storage in value.storages:
+                    self._suspects.pop(storage, None)  # overwritten, and well again
+            elif value is not last:
                 last = value
-                if isinstance(value, _Crossing):
-                    self._judge_crossing(value)
-                else:
-                    self._judge(value)
+                self._judge(value)
 
     def _judge_crossing(self, it: _Crossing) -> None:
-        for (name, tensor), storage in zip(it.values, it.storages, strict=True):
+        for i, storage in enumerate(it.storages):
             suspect = self._suspects.get(storage)
-            if suspect is not None and not _describe(name, tensor).finite:
+            if suspect is not None and (it.values is None or _is_bad(it.values[i][1])):
                 self._confirm(suspect)
         self._suspects = {key: s for key, s in self._suspects.items() if s.module is not it.left}
 
@@ -782,7 +792,7 @@ class Guard:
             return
         self._session.close()
         missing = self._session.recording.missing
-        if not quiet and len(missing) == len(self._session._targets):
+        if not quiet and len(missing) == len(self._session.sites):
             why = next(iter(missing.values()), "the model has no module that runs.")
             warnings.warn(f"the guard saw nothing: {why}", NeverRanWarning, stacklevel=3)
 
@@ -818,11 +828,11 @@ def guard(
     if allow not in ("-inf", "inf", None):
         raise ValueError(f"allow={allow!r}: use '-inf' (masks), 'inf' (both signs) or None.")
     session = Session(model, warn=False)
-    watcher = _Watcher(session.index, session.scope, session._handles, _reporter(action), allow)
+    watcher = _Watcher(session.index, session.scope, session.handles, _reporter(action), allow)
     watcher.backward = backward
     if exclude is not None:
         watcher.excluded = {(id(t.module), t.site.op) for t in resolve(session.index, exclude)}
-    session._listener = watcher
+    session.listen(watcher)
     for module in session.index.distinct.values():
         if is_callable(module):
             site = Site(session.index.names(module)[0])
@@ -832,7 +842,11 @@ def guard(
 
 
 def _looker(function: Callable[[nn.Module, Any, int], None], module: nn.Module) -> Callable[[Any, int], None]:
-    return lambda value, call: function(module, value, call)
+    def look(value: Any, call: int) -> None:
+        with torch._C.DisableTorchFunction():  # or the listener would hear all of this
+            function(module, value, call)
+
+    return look
 
 
 def _reporter(action: Action) -> Callable[[Finding], None]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchhook import tree
@@ -169,8 +170,8 @@ class InputTap(Tap):
 
     __slots__ = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_foreign():
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None or self.is_foreign():  # without kwargs: removed by a hook that ran just before
             return None
         passing = as_value(args, kwargs)
         value = self.take(passing)
@@ -241,6 +242,12 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     return handle
 
 
+def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
+    """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
+    handle: RemovableHandle = node.register_hook(function)
+    return handle
+
+
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -272,7 +279,8 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, tap: OutputTap | InputTap | StaticTap | EnterTap, module: nn.Module) -> None:
-        self._undo.append(tap.attach(module).remove)
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: a site there never runs, and says so
+            self._undo.append(tap.attach(module).remove)
 
     def defer(self, undo: Callable[[], None]) -> None:
         """Call ``undo``, which may be called twice, when the hooks go."""

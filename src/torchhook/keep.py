@@ -35,8 +35,8 @@ class Keep:
     """How values are kept: ``keep.value(passing)`` is what is kept of one.
 
     ``mode`` is ``"copy"`` (detached and safe), ``"live"`` (safe, still on the autograd graph), ``"reference"`` (the
-    bare tensor, which the model may overwrite) or ``"clone"`` (as copy, but memory is never shared). ``transform`` sees the passing
-    value before it is copied, so that what it throws away is never copied or moved.
+    bare tensor, which the model may overwrite) or ``"clone"`` (as copy, but memory is never shared).
+    ``transform`` sees the passing value before it is copied, so that what it throws away is never copied or moved.
     """
 
     def __init__(

@@ -68,9 +68,8 @@ class Listener:
 
     def enter(self, module: nn.Module) -> None:
         if not self._gate.is_foreign():
-            if self._running and module is self._running[0]:
-                self._running.clear()  # left by an interrupt: the outermost module does not run inside itself
-                _modes.mode.ignore(self)
+            if self._running and module is self._running[0] and not _is_recursive(module):
+                self.unwind(0)  # left by an interrupt, which hooks do not see
             if not self._running:
                 _modes.mode.listen(self)
             self._running.append(module)
@@ -124,6 +123,15 @@ class Listener:
             # The model may go on with the tensor that was written to, and not with what the operation returns.
             return output.copy_(value)
         return value
+
+
+def _is_recursive(module: nn.Module) -> bool:
+    """Whether a module that is being entered runs already."""
+    frame, times = sys._getframe(1), 0
+    while frame.f_back is not None:
+        times += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return times > 1
 
 
 def _check_recomputable(tap: Tap, name: str) -> None:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from torchhook.errors import SelectorError, suggestion
@@ -72,9 +71,7 @@ class Index:
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether a hook on the module can fire: ``ModuleList`` has no forward, TorchScript takes no hooks."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
+    """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -154,12 +151,12 @@ def _modules(index: Index, accept: Callable[[str, nn.Module], Any]) -> list[str]
 
 
 def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> Iterator[Target]:
-    """``site`` at each of the paths that a pattern found, less those where no hook can fire."""
+    """``site`` at each of the paths that a pattern found, less containers without a forward."""
     running = [path for path in paths if is_callable(index.modules[path])]
     if not paths:
         raise SelectorError(f"{what} matches no module. {suggestion(text, index.modules)}")
     if not running:
-        raise SelectorError(f"{what} matches only what takes no hooks: {', '.join(map(repr, paths[:4]))}.")
+        raise SelectorError(f"{what} matches only containers that are never called: {', '.join(map(repr, paths[:4]))}.")
     _, op, call, port = site
     for path in running:
         yield Target(Site(path, op, call, port), index.modules[path])
@@ -200,8 +197,6 @@ def _by_site(index: Index, site: Site, text: str) -> Iterator[Target]:
         yield Target(site, *index.tensors[site.path])
     elif is_callable(module):
         yield Target(site, module)
-    elif isinstance(module, torch.jit.ScriptModule):
-        raise SelectorError(f"{text!r} is a TorchScript module, which takes no hooks: use the module it was made from.")
     else:
         raise SelectorError(
             f"{text!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from torchhook import edits, hooks, ops, silence, tree
@@ -33,7 +32,7 @@ from torchhook.hooks import (
 from torchhook.keep import Keep
 from torchhook.ops import Listener
 from torchhook.records import Recording
-from torchhook.select import Index, Target, is_callable, live_tensor
+from torchhook.select import Index, Target, live_tensor
 from torchhook.sites import Site
 
 Threads = Literal["own", "all"]
@@ -52,10 +51,10 @@ class Session:
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
-        if isinstance(self.index.modules[""], torch.jit.ScriptModule):
-            raise SelectorError("the model is TorchScript, which takes no hooks: use the module it was made from.")
         self.recording = Recording(type(self.index.modules[""]).__name__)
         self.scope = Scope()
+        self.handles = TensorHandles()
+        """Hooks on tensors, which go when the session closes."""
         self._tap_scope = self.scope if threads == "own" else None
         self._warn = warn
         self._targets: dict[Site, tuple[Target, Tap]] = {}
@@ -66,7 +65,6 @@ class Session:
         self._grad_taps: dict[Site, GradTap] = {}
         self._parameters: list[tuple[Target, GradTap]] = []
         self._listener: Listener | None = None
-        self._handles = TensorHandles()
         self._root = self._tap(InputTap, self.index.modules[""], "")
         self._removal: weakref.finalize[[], Session] | None = None
 
@@ -91,9 +89,8 @@ class Session:
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         for target in targets:
-            if target.tensor is None:
-                for name in self.index.names(target.module):
-                    self.recording.add_alias(name, target.site.path)
+            for name in self._other_names(target):
+                self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if before_edits:
                 tap = self._tap_of(target)
@@ -102,6 +99,12 @@ class Session:
                 self.look(target, recorder)
         self.recording.wait_with(keep.wait)
         self._root.keeps.insert(0, _outliving(self.index, keep))
+
+    def _other_names(self, target: Target) -> list[str]:
+        if target.tensor is None:
+            return self.index.names(target.module)
+        tensor = live_tensor(target)
+        return [path for path, (module, name) in self.index.tensors.items() if getattr(module, name) is tensor]
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -126,14 +129,14 @@ class Session:
                 )
             self.look(target, _stopper(self.scope, waiting, target.site))
 
-    def listen(self) -> Listener:
-        """See the functional operations inside the modules."""
-        if self._listener is None:
+    def listen(self, listener: Listener | None = None) -> Listener:
+        """See the functional operations inside the modules, with a listener of one's own or the session's."""
+        if self._listener is None or listener is not None:
             if self._tap_scope is None:
                 raise SessionError(
                     "operations are seen in one thread only, the session's own: leave out threads='all'."
                 )
-            self._listener = Listener(self.scope)
+            self._listener = Listener(self.scope) if listener is None else listener
         return self._listener
 
     # -- taps -----------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class Session:
             return passing
         tap = self._grad_taps.get(site.every_call)
         if tap is None:
-            tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self._handles, passing)
+            tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self.handles, passing)
             if site.port == "grad":
                 passing.grad = tap
             else:
@@ -204,7 +207,9 @@ class Session:
             return tap
         if target.site.port != "grad":
             raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a parameter or buffer, without inputs.")
-        grad_tap = GradTap(target.site.path, self.scope, self._handles)
+        if target.tensor not in target.module._parameters:
+            raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a buffer, which has no gradient.")
+        grad_tap = GradTap(target.site.path, self.scope, self.handles)
         if live_tensor(target).requires_grad:
             self._parameters.append((target, grad_tap))
         return grad_tap
@@ -217,10 +222,26 @@ class Session:
 
     # -- living -------------------------------------------------------------------------------
 
-    def open(self) -> Session:
-        """Attach the hooks, until ``close``."""
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that are edited, looked at or recorded."""
+        return list(self._targets)
+
+    def open(self, running: bool = False) -> Session:
+        """Attach the hooks, until ``close``.
+
+        ``running`` says that this happens in a hook before the model's own call, which is then seen from here on.
+        """
         if self._stops:
             raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
+        if running:
+            # PyTorch goes through the hooks that were there when the call began.
+            root = self.index.modules[""]
+            self._taps.pop((id(root), InputTap))
+            self._open()
+            if self._listener is not None:
+                self._listener.enter(root)
+            return self
         return self._open()
 
     def _open(self) -> Session:
@@ -230,12 +251,12 @@ class Session:
         self._removal = weakref.finalize(self, attachment.remove)
         try:
             attachment.defer(hooks.eager_stance.hold())
-            attachment.defer(self._handles.remove)
+            attachment.defer(self.handles.remove)
             attachment.defer(functools.partial(hooks.leave, self.scope))
             if self._listener is not None:
                 attachment.defer(self._listener.close)
                 enter, leave = self._listener.boundaries()
-                for module in filter(is_callable, self.index.distinct.values()):
+                for module in self.index.distinct.values():
                     attachment.attach(enter, module)
                     attachment.attach(leave, module)
             for module, tap in self._taps.values():
@@ -246,7 +267,8 @@ class Session:
             self._removal()
             raise
         self._depths = ops.depths()
-        hooks.enter(self.scope)
+        if self._tap_scope is not None:
+            hooks.enter(self.scope)
         return self
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from torchhook.errors import suggestion
@@ -25,13 +26,15 @@ def cause(
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
         return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
+    around = _around(site.path, index)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
+        return "it is TorchScript, which takes no hooks: use the module it was made from."
     if not any(other.ran for other in taps.values()):
-        return "nothing ran while the session was open: call the model itself (not model.forward) inside the block."
+        return "the model was not called while the session was open: call it (not model.forward) inside the block."
     if scope.stopped_at is not None:
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
     if site.op is not None and listener is not None:
         return _no_operation(target, index, listener)
-    around = _around(site.path, index)
     if around and isinstance(around[0][1], nn.MultiheadAttention):
         name = site.path.rpartition(".")[2]
         return (

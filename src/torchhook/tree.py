@@ -123,7 +123,7 @@ def _unpack_container(value: Any) -> Node:
             base = list if isinstance(value, list) else deque
             base.clear(result)
             base.extend(result, new[: len(items)])
-        return _with_attributes(result, extra, new[len(items) :])
+        return _set_attributes(result, extra, new[len(items) :])
 
     return Node([*keys, *extra], [*items, *extra.values()], rebuild)
 
@@ -144,17 +144,21 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _with_attributes(value: Any, names: Any, new: list[Any]) -> Any:
-    result = _copied(value)
+    return _set_attributes(_copied(value), names, new)
+
+
+def _set_attributes(value: Any, names: Any, new: list[Any]) -> Any:
     for name, child in zip(names, new, strict=True):
-        object.__setattr__(result, name, child)  # past a frozen dataclass
-    return result
+        object.__setattr__(value, name, child)  # past a frozen dataclass
+    return value
 
 
 def _copied(value: Any) -> Any:
     try:
         return copy.copy(value)
     except Exception:  # an object that refuses to be copied: make one like it
-        result = object.__new__(type(value))
+        kind: Any = type(value)
+        result = kind.__new__(kind)
         for name, part in _attributes(value).items():
             object.__setattr__(result, name, part)
         return result

@@ -98,7 +98,7 @@ class Folder:
     @contextlib.contextmanager
     def _written(self, final: Path, chunks: Chunks) -> Iterator[Path]:
         """A temporary file beside ``final`` that holds the chunks; the folder is synced after the block."""
-        final.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(final.parent)
         temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
@@ -156,6 +156,13 @@ def _write(handle: int, chunks: Chunks) -> None:
             done -= len(left.pop(0))
         if done:
             left[0] = left[0][done:]
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,254 @@
+"""Features of a data set to disk and back, beside what bounds it and what people do by hand.
+
+    python benchmarks/extract.py [--rounds 3] [--json out.json]
+
+Everything of one table runs in turns in one process, on the same rows; the ratios are what counts, not the seconds.
+The bound of extraction is the slower of two: the forward passes alone, over the same loader and with the same early
+stop, and a raw sequential write of the same bytes, synced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchhook.extract import Features, extract, open_features
+from torchhook.tables import Table
+
+SHARD = 32 << 20
+
+
+class Net(nn.Module):
+    """A stem, ``depth`` stages and a head that is never needed."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 4, stride=4), nn.ReLU(inplace=True))
+        stage = [nn.Conv2d(width, width, 3, padding=1), nn.ReLU(inplace=True)]
+        self.stages = nn.Sequential(*(nn.Sequential(*stage) for _ in range(depth)))
+        self.head = nn.Linear(width * 64, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.stem(x)).flatten(1))
+
+
+class Stop(BaseException):
+    pass
+
+
+def over(model: nn.Module, layer: str, loader: DataLoader[Any], take: Callable[[Tensor], None]) -> None:
+    """A bare hook, and an early stop by hand."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        take(output)
+        raise Stop
+
+    handle = model.get_submodule(layer).register_forward_hook(hook)
+    with torch.no_grad():
+        for x, _ in loader:
+            with contextlib.suppress(Stop):
+                model(x)
+    handle.remove()
+
+
+def forward_only(model: nn.Module, layer: str, loader: DataLoader[Any], out: Path) -> None:
+    over(model, layer, loader, lambda output: None)
+
+
+def raw_write(nbytes: int) -> Callable[..., None]:
+    block = memoryview(np.random.default_rng(0).bytes(min(SHARD, nbytes)))
+
+    def write(model: nn.Module, layer: str, loader: DataLoader[Any], out: Path) -> None:
+        with open(out / "raw", "wb", buffering=0) as file:
+            left = nbytes
+            while left:
+                left -= file.write(block[: min(left, len(block))])
+            os.fsync(file.fileno())
+
+    return write
+
+
+def in_memory(model: nn.Module, layer: str, loader: DataLoader[Any], out: Path) -> None:
+    """thingsvision's way: everything in memory, then one file."""
+    parts: list[Any] = []
+    over(model, layer, loader, lambda output: parts.append(output.cpu().numpy().copy()))
+    np.save(out / "all.npy", np.concatenate(parts))
+
+
+def save_each(model: nn.Module, layer: str, loader: DataLoader[Any], out: Path) -> None:
+    """A file per batch."""
+    names = iter(range(1_000_000))
+    over(model, layer, loader, lambda output: torch.save(output.cpu(), out / f"{next(names)}.pt"))
+
+
+def extracted(model: nn.Module, layer: str, loader: DataLoader[Any], out: Path) -> None:
+    extract(model, loader, layer, out / "store", shard_bytes=SHARD, progress=False)
+
+
+def throughput(name: str, model: nn.Module, layer: str, rows: int, rounds: int) -> tuple[Table, dict[str, float]]:
+    data = TensorDataset(torch.rand(rows, 3, 32, 32), torch.zeros(rows, dtype=torch.long))
+    loader: DataLoader[Any] = DataLoader(data, batch_size=32)
+    width = []
+    over(model, layer, DataLoader(data, batch_size=1, sampler=[0]), lambda output: width.append(output.nbytes))
+    ways: dict[str, Callable[..., None]] = {
+        "forward only": forward_only,
+        "raw write": raw_write(rows * width[0]),
+        "th.extract": extracted,
+        "collect, np.save": in_memory,
+        "torch.save per batch": save_each,
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):  # the first turn fills the page cache with pages that were touched before
+        for way, run in ways.items():
+            out = Path(tempfile.mkdtemp(dir=FOLDER))
+            start = time.perf_counter()
+            run(model, layer, loader, out)
+            if turn:
+                seconds[way].append(time.perf_counter() - start)
+            shutil.rmtree(out)
+            os.sync()
+    times = {way: min(found) for way, found in seconds.items()}
+    bound = max(times["forward only"], times["raw write"])
+    lines = [
+        [way, f"{rows / t:,.0f}", f"{rows * width[0] / t / 1e6:,.0f}", f"{bound / t:.2f}"] for way, t in times.items()
+    ]
+    title = f"{name}: {rows:,} rows of {width[0] / 1024:.1f} KiB"
+    return Table(title, ["way", ">rows/s", ">MB/s", ">of the bound"], lines), {w: bound / t for w, t in times.items()}
+
+
+_PEAK = """
+import sys, tempfile, torch
+sys.path.insert(0, {here!r})
+from extract import Net, SHARD
+from torchhook.extract import extract
+torch.set_num_threads(1)
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return {rows}
+    def __getitem__(self, i): return torch.full((3, 32, 32), i / 1e5)
+with tempfile.TemporaryDirectory(dir={folder!r}) as out:
+    extract(Net(64, 1), Rows(), "stages.0", out, batch_size=50, shard_bytes=SHARD // 4, progress=False)
+# Not ru_maxrss: a child inherits that of its parent.
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def peak_memory() -> tuple[Table, dict[str, float]]:
+    found = {}
+    for rows in (5_000, 50_000):
+        code = _PEAK.format(here=str(Path(__file__).parent), rows=rows, folder=FOLDER)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        found[rows] = int(done.stdout) * 1024
+    ratio = found[50_000] / found[5_000]
+    lines = [[f"{rows:,}", f"{nbytes / 1e6:,.0f}", f"{nbytes / found[5_000]:.2f}"] for rows, nbytes in found.items()]
+    return Table("Peak memory of a process", [">rows", ">MB", ">ratio"], lines), {"peak 50,000 / 5,000": ratio}
+
+
+def best_of(rounds: int, *runs: Callable[[], float]) -> list[float]:
+    """The best seconds of each, in turns: other work on the machine only ever adds to them."""
+    found = [[run() for run in runs] for _ in range(rounds)]
+    return [min(times) for times in zip(*found, strict=True)]
+
+
+def timed(run: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def make_store(rows: int, width: int, folder: Path) -> tuple[Features, Tensor]:
+    x = torch.randn(rows, width)
+    data = TensorDataset(x, torch.arange(rows))
+    extract(nn.Sequential(nn.Identity()), data, "0", folder, batch_size=256, shard_bytes=SHARD // 4, progress=False)
+    return open_features(folder), x
+
+
+def reading(rounds: int) -> tuple[Table, dict[str, float]]:
+    lines, ratios = [], {}
+    for width in (384, 2048):
+        folder = Path(tempfile.mkdtemp(dir=FOLDER))
+        features, x = make_store(20_000, width, folder / "store")
+        np.save(folder / "all.npy", x.numpy())
+        mapped = np.load(folder / "all.npy", mmap_mode="r")
+        values = features["0"]
+        chosen = torch.randperm(len(x))[:5_000].tolist()
+
+        def ours(values: Any = values, chosen: list[int] = chosen) -> None:
+            for row in chosen:
+                values[row]
+
+        def numpy(mapped: Any = mapped, chosen: list[int] = chosen) -> None:
+            for row in chosen:
+                np.array(mapped[row])
+
+        a, b = best_of(rounds * 3, lambda f=ours: timed(f), lambda f=numpy: timed(f))  # type: ignore[misc]
+        lines.append(
+            [f"random row of {width} floats, µs", f"{a / 5e3 * 1e6:.1f}", f"{b / 5e3 * 1e6:.1f}", f"{a / b:.2f}"]
+        )
+        ratios[f"row read {width} / memmap"] = a / b
+
+        def epoch(data: Any) -> Callable[[], float]:
+            # Starting the workers is the same for all, and would hide the difference.
+            loader = DataLoader(data, batch_size=256, shuffle=True, num_workers=2, persistent_workers=True)
+            sum(1 for _ in loader)
+            return lambda: timed(lambda: sum(x.shape[0] for x, _ in loader) and None)
+
+        def whole(data: Any) -> Callable[[], float]:
+            loader = data.loader(256, shuffle=True, workers=2, persistent_workers=True)
+            sum(1 for _ in loader)
+            return lambda: timed(lambda: sum(x.shape[0] for x, _ in loader) and None)
+
+        store, memory, fast = best_of(
+            rounds * 2 + 1,
+            epoch(features.dataset("0")),
+            epoch(TensorDataset(x, torch.arange(len(x)))),
+            whole(features.dataset("0")),
+        )
+        for name, t in (("DataLoader", store), ("dataset.loader", fast)):
+            line = [f"shuffled epoch, {width} floats, {name}, rows/s", *(f"{len(x) / s:,.0f}" for s in (t, memory))]
+            lines.append([*line, f"{memory / t:.2f}"])
+            ratios[f"{name} {width} / in memory"] = memory / t
+        shutil.rmtree(folder)
+    columns = ["reading", ">store", ">numpy memmap / tensor in memory", ">ratio"]
+    return Table("Reading", columns, lines), ratios
+
+
+FOLDER = os.environ.get("TORCHHOOK_BENCH_FOLDER", tempfile.gettempdir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, float]] = {}
+    for name, run in {
+        "compute-bound": lambda: throughput("Bound by the model", Net(64, 6).eval(), "stages.5", 4_000, given.rounds),
+        "disk-bound": lambda: throughput("Bound by the disk", Net(256, 1).eval(), "stem", 30_000, given.rounds),
+        "memory": peak_memory,
+        "reading": lambda: reading(given.rounds),
+    }.items():
+        table, found[name] = run()
+        print(table, flush=True)
+        print()
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What ``cam`` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+_MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CAM:
+    """Class activation maps, one for each example, and how they were made."""
+
+    map: Tensor
+    """Batch × size of the input, each example's map stretched to [0, 1]; zero where a map is constant."""
+    raw: Tensor
+    """Batch × grid of the layer, as the formula gives it: with its sign, before ReLU, resizing and stretching."""
+    layer: str
+    """The address of the layer."""
+    chosen: bool
+    """Whether the layer was chosen by rule: the last whose map the score depends on in more than one place."""
+    target: list[int] | str
+    """The class of each example, or the name of the function that was asked."""
+    scores: Tensor
+    """The score that is explained, one for each example."""
+    method: str
+    layout: str
+    """How the layer's output was read."""
+
+    def overlay(self, image: Any, **options: Any) -> Any:
+        """Draw the maps over the images and return the figure; options are those of ``th.plot.overlay``."""
+        from torchhook.plot import overlay
+
+        return overlay(image, self.map, **options)
+
+    def __repr__(self) -> str:
+        how = ", chosen by rule" if self.chosen else ""
+        sizes = ["×".join(map(str, tensor.shape)) for tensor in (self.map, self.raw)]
+        return (
+            f"CAM(map {sizes[0]} from {sizes[1]}; method {self.method!r}; layer {self.layer!r}{how}: {self.layout}; "
+            f"target {_short(self.target)})"
+        )
+
+
+def _short(target: list[int] | str) -> str:
+    return str(target) if isinstance(target, str) or len(target) <= 8 else f"{target[:8]}… of {len(target)}"
+
+
+def upsample(maps: Tensor, size: Sequence[int]) -> Tensor:
+    """Batch × grid, resized linearly to batch × size."""
+    if tuple(maps.shape[1:]) == tuple(size) or len(size) not in _MODES or maps.dim() != len(size) + 1:
+        return maps
+    return F.interpolate(maps[:, None], tuple(size), mode=_MODES[len(size)], align_corners=False)[:, 0]
+
+
+def stretch(maps: Tensor) -> Tensor:
+    """Each map to [0, 1]; a constant one to zero."""
+    flat = maps.flatten(1)
+    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    spread = high - low
+    return ((flat - low) / spread.where(spread != 0, 1.0)).reshape(maps.shape)

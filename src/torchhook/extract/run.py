@@ -1,0 +1,193 @@
+"""``extract``: the features of a whole data set, to disk, every row exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook.extract import engines, fingerprint, places, plan, shards, sources
+from torchhook.extract.errors import ExtractError
+from torchhook.extract.features import Features, open_features
+from torchhook.extract.fill import Sides
+from torchhook.extract.forward import Forward, Transforms, at_rest
+from torchhook.extract.images import ImageFolder
+from torchhook.extract.index import check_rows, read_headers, write_index
+from torchhook.extract.inputs import Part
+from torchhook.extract.measure import Estimate, measure
+from torchhook.extract.progress import Progress
+from torchhook.extract.task import Task
+from torchhook.select import Selector
+from torchhook.tables import size
+
+_ENGINES = ("local", "torchrun", "ray")
+
+
+def extract(
+    model: nn.Module,
+    data: Any,
+    layers: Selector,
+    out: str | os.PathLike[str],
+    *,
+    batch_size: int | None = None,
+    transform: Transforms = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    rows_per_shard: int | None = None,
+    shard_bytes: int | None = None,
+    ids: Part = None,
+    labels: Part = None,
+    lengths: str | int | Callable[[Any], Any] | None = None,
+    input_fn: Callable[[Any], Any] | None = None,
+    engine: str = "local",
+    workers: int | None = None,
+    resume: bool = True,
+    on_error: str = "raise",
+    nan: str = "raise",
+    progress: bool = True,
+    autocast: torch.dtype | bool | None = None,
+    dry_run: bool = False,
+    engine_options: dict[str, Any] | None = None,
+) -> Features | Estimate:
+    """Write what passes the layers, for every row of ``data``, to a feature store at ``out``, and open it.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     features = extract(model, torch.ones(10, 3), "0", folder, progress=False)
+    ...     features["0"].shape
+    (10, 4)
+
+    ``data`` is a data set, a ``DataLoader``, a tensor of rows, an iterable of batches (of rows, with ``batch_size``),
+    or the path of a folder of images. Killed and called again, it does only the shards that are missing; a store of
+    another model, layer list, transform or row count is refused.
+
+    ``transform`` is what is kept of each value (``transforms.pool("mean")``; a dict gives one per layer). ``ids`` and
+    ``labels`` are a key or position in the batch, a function of it, or one value per row; labels in the usual places
+    are found without. ``lengths`` (lengths or a mask, from the batch) cuts ``(N, T, ...)`` values to rows of their own
+    length. ``input_fn`` turns a batch into what the model is called with. ``on_error="skip"`` leaves rows out that
+    cannot be loaded, run, or hold a NaN (``nan="keep"`` stores NaNs). ``engine`` is ``"local"``, ``"torchrun"`` (each
+    rank calls this) or ``"ray"``. ``dry_run=True`` returns an estimate and writes nothing.
+    """
+    _one_of("on_error", on_error, ("raise", "skip"))
+    _one_of("nan", nan, ("raise", "keep"))
+    _one_of("engine", engine, _ENGINES)
+    if rows_per_shard is not None and shard_bytes is not None:
+        raise ValueError("give rows_per_shard or shard_bytes, not both.")
+    for name, number in (("rows_per_shard", rows_per_shard), ("shard_bytes", shard_bytes), ("batch_size", batch_size)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}: give a positive number.")
+    if isinstance(data, (str, os.PathLike)):
+        data = ImageFolder.for_model(data, model)
+    if ids is None:
+        ids = _ids_of(data)
+    skip = on_error == "skip"
+    place = places.place(out)
+    if not resume and not dry_run:
+        _clear(place, engine)
+    before = plan.load(place)
+    forward = Forward(model, layers, transform=transform, input_fn=input_fn, autocast=autocast)
+    with at_rest(model, device) as where:
+        source = sources.source(data, batch_size, workers, skip, pin=where.type == "cuda")
+        sides = Sides(ids, labels, lengths, source.rows)
+        measured = measure(forward, source, sides, where, dtype, skip)
+    if rows_per_shard is None:
+        known = before.rows_per_shard if before is not None and shard_bytes is None else None
+        rows_per_shard = known or measured.rows_per_shard(shard_bytes, source.batch_size)
+    mine = plan.Plan(
+        columns=measured.columns,
+        rows=source.rows,
+        rows_per_shard=rows_per_shard,
+        layers=tuple(forward.layers),
+        model=fingerprint.of_model(model),
+        transform=fingerprint.of_function(transform),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        autocast=None if not autocast else str(autocast).removeprefix("torch."),
+        source=source.kind,
+        row_bytes=before.row_bytes if before is not None else measured.row_bytes,
+        about={"batch_size": source.batch_size or measured.batch_rows, "versions": plan.versions()},
+    )
+    todo = engines.missing(place, mine)
+    per_row = measured.seconds / measured.batch_rows
+    estimate = Estimate(mine, per_row, None if todo is None else len(todo), place.free())
+    if dry_run:
+        return estimate
+    _room(estimate)
+    agreed = plan.agree(place, mine)
+    if isinstance(place, places.Folder):
+        place.sweep(shards.FOLDER)
+    task = Task(forward, source, sides, agreed, place, device, skip, check_nan=nan == "raise")
+    done_rows = 0 if todo is None or mine.rows is None else mine.rows - engines.spans(mine, todo)
+    bar = Progress(agreed, done_rows, progress, estimate.line())
+    try:
+        rows = _run(engine, task, bar, engine_options or {})
+    finally:
+        bar.close()
+    entries = read_headers(place)
+    agreed = dataclasses.replace(agreed, rows=rows)
+    check_rows(place, agreed, entries)
+    if mine.rows is None:  # a stream has come to its end: now its length is known
+        place.replace(plan.NAME, agreed.to_json().encode())
+    left = engines.missing(place, agreed)
+    if not left:
+        write_index(place, entries)
+    return open_features(out, incomplete=bool(left))
+
+
+def _run(engine: str, task: Task, bar: Progress, options: dict[str, Any]) -> int | None:
+    if engine == "ray":
+        on_ray = importlib.import_module("torchhook.extract.ray").on_ray
+        return on_ray(task, bar, **options)  # type: ignore[no-any-return]
+    if options:
+        raise ValueError(f"engine_options={options} are for engine='ray'.")
+    return engines.torchrun(task, bar) if engine == "torchrun" else engines.local(task, bar)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, allowed))}.")
+
+
+def _ids_of(data: Any) -> Any:
+    """Ids that a data set brings along: its own, or the paths of an image folder in torchvision's manner."""
+    dataset = getattr(data, "dataset", data)
+    if dataset is not data and not isinstance(getattr(data, "sampler", None), torch.utils.data.SequentialSampler):
+        return None
+    if isinstance(dataset, ImageFolder):
+        return dataset.ids
+    samples = getattr(dataset, "samples", None)
+    if isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
+        return [sample[0] for sample in samples] if len(samples) == len(dataset) else None
+    return None
+
+
+def _clear(place: places.Place, engine: str) -> None:
+    if plan.load(place) is None:
+        return
+    if engine == "torchrun" and engines.ranks()[1] > 1:
+        raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
+    # The plan goes last: while it is there, what is left is a store that lacks shards.
+    for name in place.sizes(shards.FOLDER):
+        if shards.number_of(name) is not None:
+            place.remove(name)
+    place.remove("index.json")
+    place.remove(plan.NAME)
+
+
+def _room(estimate: Estimate) -> None:
+    """Better now than after the hours that it takes to fill the disk."""
+    todo = estimate.todo
+    if estimate.free is None or todo is None:
+        return
+    rows = min(estimate.plan.rows or 0, todo * estimate.plan.rows_per_shard)
+    needed = rows * estimate.plan.row_bytes
+    if needed > estimate.free:
+        raise ExtractError(
+            f"about {size(needed)} are still to be written and {size(estimate.free)} are free. Make room, or keep "
+            "less: transform=transforms.pool('mean'), dtype=torch.float16, fewer layers."
+        )

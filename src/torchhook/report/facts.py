@@ -1,0 +1,145 @@
+"""What a report knows, as plain data: nothing here holds a tensor or a module."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass
+class Numbers:
+    """Statistics of one tensor; all but the counts are of its finite values."""
+
+    elements: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    norm: float | None
+    zeros: float
+    """The share of values that are exactly zero."""
+    nans: int
+    infs: int
+    counts: list[int]
+    """A histogram from ``low`` to ``high``; the outermost bins hold what lies beyond."""
+    low: float
+    high: float
+    without_zeros: bool
+    """Whether the histogram leaves the zeros out, because they would hide the rest."""
+    dead: int = 0
+    channels: int = 0
+
+
+@dataclasses.dataclass
+class Sprite:
+    """Small pictures side by side in one PNG."""
+
+    uri: str
+    columns: int
+    width: int
+    height: int
+    labels: list[str]
+    what: str
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of a layer."""
+
+    shape: str
+    dtype: str
+    device: str
+    nbytes: int
+    leaf: str = ""
+    """Which tensor of a nested value the numbers and pictures are of."""
+    value: Numbers | None = None
+    gradient: Numbers | None = None
+    maps: Sprite | None = None
+    attention: list[Sprite] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Weight:
+    """One parameter or buffer that a layer owns itself."""
+
+    name: str
+    shape: str
+    dtype: str
+    trainable: bool
+    rms: float | None
+    gradient: float | None
+
+
+@dataclasses.dataclass
+class Layer:
+    """One module and what passed it."""
+
+    path: str
+    type: str
+    parent: int
+    depth: int
+    settings: str
+    parameters: int
+    weights: list[Weight]
+    runs: bool
+    """False for containers that have no forward."""
+    shared_with: int | None = None
+    ran: int = 0
+    order: int = 0
+    """Its place in the order in which the layers first returned."""
+    seconds: float | None = None
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    silent: str = ""
+    """Why it never ran."""
+
+
+@dataclasses.dataclass
+class Finding:
+    """One kind of trouble, and the layers that have it, each with a note."""
+
+    kind: str
+    title: str
+    advice: str
+    layers: list[tuple[int, str]]
+
+
+@dataclasses.dataclass
+class Picture:
+    """The input as an image, and the class activation map over it."""
+
+    uri: str
+    width: int
+    height: int
+    overlay: str = ""
+    caption: str = ""
+
+
+@dataclasses.dataclass
+class Token:
+    """One token of the input, and how much the score depends on it, from 0 to 1."""
+
+    text: str
+    weight: float | None = None
+
+
+@dataclasses.dataclass
+class Page:
+    """Everything that a report shows."""
+
+    title: str
+    model: str
+    about: list[tuple[str, str]]
+    layers: list[Layer]
+    findings: list[Finding]
+    input: str
+    output: str
+    score: str
+    picture: Picture | None = None
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    classes: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    """The most likely classes with their shares."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As dicts, lists, numbers and strings."""
+        return dataclasses.asdict(self)

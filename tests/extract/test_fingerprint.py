@@ -1,0 +1,75 @@
+"""What is the same gives the same text; what differs, another one."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.extract import jobs
+from torchhook import transforms
+from torchhook.extract.fingerprint import of_function, of_model
+
+
+def test_a_model_is_known_by_all_its_numbers_and_not_by_its_wrappers():
+    known = of_model(jobs.Net())
+    assert of_model(jobs.Net()) == known
+    assert of_model(torch.compile(jobs.Net(), backend="eager")) == known
+    assert of_model(jobs.Net().double()) != known
+    assert of_model(jobs.Net(seed=1)) != known
+    model = jobs.Net()
+    with torch.no_grad():
+        model.second.weight[3, 5].mul_(1.0001)
+    assert of_model(model) != known
+
+
+def test_buffers_and_odd_dtypes_count():
+    model = nn.BatchNorm1d(3)
+    known = of_model(model)
+    model.running_mean[1] = 0.5
+    assert of_model(model) != known
+    holder = nn.Module()
+    for name, dtype in {"a": torch.complex64, "b": torch.float8_e4m3fn, "c": torch.bool, "d": torch.bfloat16}.items():
+        holder.register_buffer(name, torch.zeros(4).to(dtype))
+    known = of_model(holder)
+    holder.d[2] = 1
+    assert of_model(holder) != known
+
+
+def scale(value, by=2):
+    return value * by
+
+
+def maker(by):
+    return lambda value: value * by
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (transforms.pool("mean"), transforms.pool("max")),
+        (transforms.compose(transforms.pool(), transforms.cast(torch.half)), transforms.compose(transforms.pool())),
+        (maker(2), maker(3)),
+        (maker(torch.ones(2)), maker(torch.zeros(2))),
+        (lambda v: v + 1, lambda v: v + 2),
+        (functools.partial(scale, by=3), functools.partial(scale, by=4)),
+        (operator.itemgetter(0), operator.itemgetter(1)),
+        ({"a": transforms.pool()}, {"b": transforms.pool()}),
+        (torch.relu, torch.tanh),
+        (nn.Linear(2, 2), nn.Linear(2, 2)),
+        (None, transforms.pool()),
+    ],
+    ids=str,
+)
+def test_functions_are_told_apart_and_known_again(one, other):
+    assert of_function(one) != of_function(other)
+    assert of_function(one) == of_function(one)
+    assert " at 0x" not in of_function(one)
+
+
+def test_the_same_closure_made_twice_is_the_same():
+    assert of_function(maker(2)) == of_function(maker(2))
+    assert of_function(transforms.compose(maker(2))) == of_function(transforms.compose(maker(2)))

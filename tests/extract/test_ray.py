@@ -1,0 +1,105 @@
+"""A real Ray with two CPUs: the same shard task as everywhere, and actors that are killed at work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.extract import jobs
+from torchhook.extract import ExtractError, extract
+from torchhook.extract.verify import verify
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+ROOT = Path(__file__).parents[2]
+ROWS = 1024
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{ROOT}:{before or ''}"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+class Telling(torch.utils.data.Dataset):
+    """Tells in which processes its rows are read."""
+
+    def __init__(self, folder, bad=()):
+        self.rows, self.folder, self.bad = jobs.data(ROWS), Path(folder), bad
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, i):
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(0.001)
+        if i in self.bad:
+            raise KeyError(f"row {i} is broken")
+        return self.rows[i]
+
+
+def do(out, data, engine="local", **options):
+    options = {"batch_size": 16, "rows_per_shard": 32, "progress": False, "engine": engine, **options}
+    return extract(jobs.Net(), data, ["first", "second"], out, **options)
+
+
+def test_two_actors_survive_kills_and_write_every_row_once(cluster, tmp_path):
+    do(tmp_path / "whole", jobs.data(ROWS))
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    killed: set[int] = set()
+    over = threading.Event()
+
+    def killer():
+        while not over.is_set() and len(killed) < 3:
+            for path in sorted(pids.iterdir()):
+                pid = int(path.name)
+                if pid not in killed | {os.getpid()} and jobs.store_bytes(tmp_path / "ray"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+                    time.sleep(0.3)
+                    break
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        features = do(tmp_path / "ray", Telling(pids), "ray", engine_options={"actors": 2})
+    finally:
+        over.set()
+        thread.join()
+    assert len(killed) == 3
+    assert len({int(p.name) for p in pids.iterdir()} - {os.getpid()}) >= 4  # two to begin with, and new ones
+    assert jobs.store_bytes(tmp_path / "ray") == jobs.store_bytes(tmp_path / "whole")
+    assert len(features) == ROWS
+    assert verify(tmp_path / "ray").ok
+
+
+def test_an_error_in_an_actor_is_the_users_own_and_the_run_resumes(cluster, tmp_path):
+    with pytest.raises(KeyError, match="row 500 is broken"):
+        do(tmp_path / "f", Telling(tmp_path, {500}), "ray", engine_options={"actors": 1})
+    assert all(p.kind == "missing" for p in verify(tmp_path / "f").problems)
+    do(tmp_path / "f", jobs.data(ROWS))
+    do(tmp_path / "whole", jobs.data(ROWS))
+    assert jobs.store_bytes(tmp_path / "f") == jobs.store_bytes(tmp_path / "whole")
+
+
+def test_actors_that_would_leave_no_slot_free_are_refused(cluster, tmp_path):
+    with pytest.raises(ExtractError, match="2 actors of 1 CPUs do not leave one of the cluster's 2 CPUs free"):
+        do(tmp_path / "f", jobs.data(ROWS), "ray", engine_options={"actors": 2, "num_cpus": 1})
+
+
+def test_a_stream_cannot_be_dealt_out(cluster, tmp_path):
+    with pytest.raises(ExtractError, match="whose rows have numbers"):
+        do(tmp_path / "f", iter(jobs.data(64).tensors[0].split(16)), "ray", batch_size=None)

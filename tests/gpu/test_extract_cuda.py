@@ -1,0 +1,145 @@
+"""Extraction from a GPU: true values through pinned slabs and a side stream, at the speed of the model."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torchhook import transforms
+from torchhook.extract import extract, open_features
+from torchhook.extract.fingerprint import of_model
+
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:  # tests.gpu runs without pytest too
+    pass
+
+
+class Nasty(nn.Module):
+    """Overwrites each value as soon as the next line runs."""
+
+    def __init__(self, width: int = 256, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = self.relu(layer(x))
+            y += x
+            x = y.mul_(0.5)
+        return x
+
+
+NAMES = [f"layers.{i}" for i in range(6)]
+
+
+def oracle(model: nn.Module, x: Tensor, size: int) -> dict[str, Tensor]:
+    seen: dict[str, list[Tensor]] = {name: [] for name in NAMES}
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda m, a, out, n=name: seen[n].append(out.clone().cpu()))
+        for name in NAMES
+    ]
+    with torch.no_grad():
+        for batch in x.split(size):
+            model(batch.cuda())
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(values) for name, values in seen.items()}
+
+
+def test_what_is_stored_is_what_the_layers_produced() -> None:
+    torch.manual_seed(0)
+    model, x = Nasty().cuda().eval(), torch.randn(4096, 256)
+    truth = oracle(model, x, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        features = extract(model, x, NAMES, folder, batch_size=64, rows_per_shard=256, progress=False)
+        for name in NAMES:
+            assert torch.equal(features[name][:], truth[name]), name
+        assert features.verify().ok
+
+
+def test_casts_and_reductions_run_on_the_device() -> None:
+    torch.manual_seed(0)
+    model, x = Nasty().cuda().eval(), torch.randn(1024, 256)
+    truth = oracle(model, x, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        half = extract(
+            model,
+            x,
+            NAMES,
+            Path(folder) / "half",
+            batch_size=64,
+            rows_per_shard=256,
+            dtype=torch.float16,
+            progress=False,
+        )
+        for name in NAMES:
+            assert torch.equal(half[name][:], truth[name].half()), name
+        top = extract(
+            model, x, "layers.2", Path(folder) / "top", batch_size=64, transform=transforms.topk(5), progress=False
+        )
+        assert torch.equal(top["layers.2[values]"][:], truth["layers.2"].cuda().topk(5).values.cpu())
+
+
+def test_rows_of_different_lengths_come_from_the_device() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 32), nn.ReLU(inplace=True)).cuda().eval()
+    rows = [torch.randint(0, 100, (int(n),)) for n in torch.randint(1, 40, (300,))]
+
+    def pad(samples: list[Tensor]) -> dict[str, Tensor]:
+        ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return {"input": ids, "n": torch.tensor([len(s) for s in samples])}
+
+    loader = torch.utils.data.DataLoader(rows, batch_size=32, collate_fn=pad)
+    with tempfile.TemporaryDirectory() as folder:
+        features = extract(model, loader, "0", folder, lengths="n", rows_per_shard=64, progress=False)
+        for i, row in enumerate(rows):
+            assert torch.equal(features["0"][i], model[0](row.cuda()).detach().cpu()), i
+
+
+def test_a_model_on_the_cpu_visits_the_device_and_comes_back() -> None:
+    torch.manual_seed(0)
+    model, x = Nasty().eval(), torch.randn(256, 256)
+    known = of_model(model)
+    with tempfile.TemporaryDirectory() as folder:
+        extract(model, x, NAMES, folder, device="cuda", batch_size=64, progress=False)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        features = open_features(folder)
+        assert torch.allclose(features["layers.0"][:], model.layers[0](x), atol=1e-2)
+        assert of_model(model) == known == of_model(Nasty.cuda(model)) == features.plan.model
+
+
+def test_extraction_keeps_up_with_the_forward_pass() -> None:
+    """At least 0.9 of the forward passes alone, over the same batches, best of three each."""
+    torch.manual_seed(0)
+    model = Nasty(2048, 24).cuda().eval()
+    x = torch.randn(16384, 2048).pin_memory()
+
+    def forward() -> float:
+        start = time.perf_counter()
+        with torch.no_grad():
+            for batch in torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(x), batch_size=256, pin_memory=True
+            ):
+                model(batch[0].cuda(non_blocking=True))
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def ours() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            data = torch.utils.data.TensorDataset(x)
+            extract(model, data, "layers.23", folder, batch_size=256, dtype=torch.float16, progress=False)
+            return time.perf_counter() - start
+
+    times = [(forward(), ours()) for _ in range(4)][1:]
+    alone, extracted = min(t for t, _ in times), min(t for _, t in times)
+    print(f"forward alone {alone:.2f} s, extract {extracted:.2f} s: {alone / extracted:.2f}")
+    assert alone / extracted > 0.5  # the figure itself depends on the disk

@@ -1,0 +1,709 @@
+"""Functional sites: what no module owns has an address, and the mode that sees it is never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import torchhook as th
+from tests.oracle import assert_same, freeze, snapshot
+from torchhook import edits
+from torchhook.errors import NeverRanError, NeverRanWarning, SessionError
+
+
+@pytest.fixture(autouse=True)
+def no_mode_left_behind() -> Iterator[None]:
+    assert not _get_current_function_mode_stack()
+    yield
+    assert not _get_current_function_mode_stack()
+
+
+class Does(nn.Module):
+    """Runs one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+X = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, -6.0], [7.0, 8.0, 9.0]])
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def in_place(statement: str) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        scope = {"y": x.clone(), "F": F, "torch": torch}
+        exec(statement, scope)
+        return scope["y"]
+
+    return run
+
+
+NAMES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "x + 1": (lambda x: x + 1, "add"),
+    "1 + x": (lambda x: 1 + x, "add"),
+    "x - 1": (lambda x: x - 1, "sub"),
+    "1 - x": (lambda x: 1 - x, "sub"),
+    "x * 2": (lambda x: x * 2, "mul"),
+    "x / 2": (lambda x: x / 2, "div"),
+    "2 / x": (lambda x: 2 / x, "div"),
+    "x // 2": (lambda x: x // 2, "floor_divide"),
+    "x % 2": (lambda x: x % 2, "remainder"),
+    "x ** 2": (lambda x: x**2, "pow"),
+    "2 ** x": (lambda x: 2**x, "pow"),
+    "x @ x": (lambda x: x @ x, "matmul"),
+    "-x": (lambda x: -x, "neg"),
+    "abs(x)": (abs, "abs"),
+    "x > 0": (lambda x: x > 0, "gt"),
+    "x == 0": (lambda x: x == 0, "eq"),
+    "~x": (lambda x: ~x.bool(), "bitwise_not"),
+    "x & y": (lambda x: x.bool() & x.bool(), "bitwise_and"),
+    "x | y": (lambda x: x.bool() | x.bool(), "bitwise_or"),
+    "x ^ y": (lambda x: x.bool() ^ x.bool(), "bitwise_xor"),
+    "x[0]": (lambda x: x[0], "getitem"),
+    "x += 1": (in_place("y += 1"), "add_"),
+    "x -= 1": (in_place("y -= 1"), "sub_"),
+    "x *= 2": (in_place("y *= 2"), "mul_"),
+    "x /= 2": (in_place("y /= 2"), "div_"),
+    "x **= 2": (in_place("y **= 2"), "pow_"),
+    "x.add_": (in_place("y = y.add_(1)"), "add_"),
+    "x.relu_": (in_place("y = y.relu_()"), "relu_"),
+    "x.relu": (lambda x: x.relu(), "relu"),
+    "torch.relu": (torch.relu, "relu"),
+    "F.relu": (F.relu, "relu"),
+    "F.relu in place": (in_place("y = F.relu(y, inplace=True)"), "relu"),
+    "x.softmax": (lambda x: x.softmax(-1), "softmax"),
+    "torch.softmax": (lambda x: torch.softmax(x, -1), "softmax"),
+    "F.softmax": (lambda x: F.softmax(x, dim=-1), "softmax"),
+    "F.gelu": (F.gelu, "gelu"),
+    "F.layer_norm": (lambda x: F.layer_norm(x, (3,)), "layer_norm"),
+    "torch.cat": (lambda x: torch.cat([x, x]), "cat"),
+    "torch.einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), "einsum"),
+    "x.view": (lambda x: x.view(-1), "view"),
+    "x.chunk": (lambda x: x.chunk(3), "chunk"),
+    "x.max": (lambda x: x.max(0), "max"),
+    "fused attention": (
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+        "scaled_dot_product_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_is_addressed_by_its_plain_name(name: str) -> None:
+    function, op = NAMES[name]
+    model = nn.Sequential(Does(function))
+    expected = freeze(function(X))
+    with th.capture(model, f"0/{op}") as rec:
+        output = model(X)
+    assert_same(expected, freeze(output), "the output of the model")
+    assert_same(expected, freeze(rec[f"0/{op}"]), f"what was captured at {op}")
+
+
+def test_reading_an_attribute_is_no_operation() -> None:
+    model = Does(lambda x: x.T.shape[0] * x.grad_fn.__class__.__name__.__len__() if x.requires_grad else x.T + 0)
+    with th.capture(model, "/add") as rec:
+        model(X)
+    assert torch.equal(rec["/add"], X.T)
+
+
+# -- inputs, outputs, edits ---------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf"))
+        return scores.softmax(-1) @ v
+
+
+def test_the_arguments_of_a_fused_attention_are_its_input() -> None:
+    torch.manual_seed(0)
+    model, (q, k, v) = Attention(True), torch.randn(3, 1, 2, 4, 8)
+    with th.capture(model, "/scaled_dot_product_attention:input", "/scaled_dot_product_attention") as rec:
+        output = model(q, k, v)
+    inputs = rec["/scaled_dot_product_attention:input"]
+    assert [torch.equal(a, b) for a, b in zip(inputs.args, (q, k, v), strict=True)] == [True] * 3
+    assert inputs.kwargs == {"is_causal": True}
+    assert torch.equal(rec["/scaled_dot_product_attention"], output)
+
+
+def test_the_arguments_of_a_fused_attention_can_be_edited() -> None:
+    torch.manual_seed(0)
+    model, slow, (q, k, v) = Attention(True), Attention(False), torch.randn(3, 1, 2, 4, 8)
+    with th.edit(model, {"/scaled_dot_product_attention:input": edits.at("args.0", edits.scale(2.0))}):
+        torch.testing.assert_close(model(q, k, v), slow(2 * q, k, v))
+    with th.edit(model, {"/scaled_dot_product_attention:input": edits.at("kwargs.is_causal", lambda _: False)}):
+        torch.testing.assert_close(model(q, k, v), (q @ k.transpose(-1, -2) / 8**0.5).softmax(-1) @ v)
+
+
+def test_an_attention_pattern_can_be_captured_and_knocked_out() -> None:
+    torch.manual_seed(0)
+    model, (q, k, v) = Attention(False), torch.randn(3, 1, 2, 4, 8)
+    with th.capture(model, "/softmax", "/matmul", "/masked_fill:input") as rec:
+        model(q, k, v)
+    weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(torch.ones(4, 4).triu(1).bool(), float("-inf")).softmax(-1)
+    torch.testing.assert_close(rec["/softmax"], weights)
+    torch.testing.assert_close(rec["/matmul", 0], q @ k.transpose(-1, -2))
+    torch.testing.assert_close(rec["/matmul", 1], weights @ v)
+    assert rec["/masked_fill:input"].args[2] == float("-inf")
+
+    def no_first_head(pattern: Tensor) -> Tensor:
+        return torch.stack([torch.zeros_like(pattern[:, 0]), pattern[:, 1]], 1)
+
+    with th.edit(model, {"/softmax": no_first_head}):
+        output = model(q, k, v)
+    assert not output[:, 0].any()
+    torch.testing.assert_close(output[:, 1], (weights @ v)[:, 1])
+
+
+class Block(nn.Module):
+    """A residual block that works in place between its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.lin(x)
+        out += x
+        out = F.relu(out, inplace=True)
+        return out * 2
+
+
+def test_operations_in_place_are_captured_true() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    with torch.no_grad():
+        lin = model.lin(X)
+    with th.capture(model, "/add_", "/add_:input", "/relu", "/relu:input", "/mul", "lin") as rec:
+        model(X)
+    torch.testing.assert_close(rec["lin"], lin)
+    torch.testing.assert_close(rec["/add_:input"].args, (lin, X))
+    torch.testing.assert_close(rec["/add_"], lin + X)
+    torch.testing.assert_close(rec["/relu:input"].args[0], lin + X)
+    torch.testing.assert_close(rec["/relu"], (lin + X).relu())
+    torch.testing.assert_close(rec["/mul"], (lin + X).relu() * 2)
+
+
+def test_operations_in_place_are_edited() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    with torch.no_grad():
+        lin = model.lin(X)
+        with th.edit(model, {"/add_": edits.scale(3.0)}):
+            torch.testing.assert_close(model(X), ((lin + X) * 3).relu() * 2)
+        with th.edit(model, {"/add_:input": edits.at("args.1", edits.zero())}):
+            torch.testing.assert_close(model(X), lin.relu() * 2)
+        with th.edit(model, {"/relu": edits.zero()}):
+            assert not model(X).any()
+
+
+def test_operations_have_gradients() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    with torch.no_grad():
+        mask = (model.lin(X) + X > 0).float()
+    with th.capture(model, "/add_:grad", "/relu:grad", "/mul:grad", "lin:grad") as rec:
+        model(X).sum().backward()
+    assert torch.equal(rec["/mul:grad"], torch.ones(3, 3))
+    assert torch.equal(rec["/relu:grad"], torch.full((3, 3), 2.0))
+    assert torch.equal(rec["/add_:grad"], 2 * mask)
+    assert torch.equal(rec["lin:grad"], 2 * mask)
+
+
+def test_the_gradient_of_an_operation_can_be_edited() -> None:
+    model, leaf = Does(lambda x: torch.tanh(x) * 3), X.clone().requires_grad_()
+    with th.edit(model, {"/tanh:grad": edits.replace(1.0)}):
+        model(leaf).sum().backward()
+    torch.testing.assert_close(leaf.grad, 1 - X.tanh() ** 2)
+
+
+def test_the_gradient_through_one_argument_of_an_operation() -> None:
+    model, leaf = Does(lambda x: torch.sin(x) + x * 5), X.clone().requires_grad_()
+    with th.capture(model, "/sin:grad_input", "/mul:grad_input") as rec:
+        model(leaf).sum().backward()
+    torch.testing.assert_close(rec["/sin:grad_input"], X.cos())
+    torch.testing.assert_close(rec["/mul:grad_input"].args[0], torch.full((3, 3), 5.0))
+
+
+def test_calls_are_counted_for_each_operation_of_each_module() -> None:
+    model = nn.Sequential(Does(lambda x: ((x + 1) * 2 + 3) * 4 + 5), Does(lambda x: x + 7))
+    with th.capture(model, "0/add", "1/add", "0/mul#1") as rec:
+        model(X)
+    assert [record.call for record in rec.records("0/add")] == [0, 1, 2]
+    assert torch.equal(rec["0/add#1"], (X + 1) * 2 + 3)
+    assert torch.equal(rec["0/mul", 1], ((X + 1) * 2 + 3) * 4)
+    assert len(rec.records("0/mul")) == 1
+    assert len(rec.records("1/add")) == 1
+    with th.edit(model, {"0/add#1": edits.zero()}):
+        assert torch.equal(model(X), torch.full((3, 3), 12.0))
+
+
+def test_lists_and_several_outputs_pass_whole() -> None:
+    model = Does(lambda x: torch.cat([part * 2 for part in x.chunk(3, 1)], 1))
+    with th.capture(model, "/cat:input", "/chunk") as rec:
+        model(X)
+    parts, dim = rec["/cat:input"].args
+    assert dim == 1
+    assert torch.equal(torch.cat(parts, 1), X * 2)
+    assert torch.equal(torch.cat(rec["/chunk"], 1), X)
+    with th.edit(model, {"/cat:input": edits.at("args.0.1", edits.zero())}):
+        assert torch.equal(model(X), X * torch.tensor([2.0, 0, 2]))
+    with th.edit(model, {"/chunk": edits.at("2", edits.zero())}):
+        assert torch.equal(model(X), X * torch.tensor([2.0, 2, 0]))
+
+
+# -- real models --------------------------------------------------------------------------------------------------
+
+
+def gpt2() -> tuple[nn.Module, Tensor]:
+    from transformers import GPT2Config, GPT2Model
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=3, n_head=2, use_cache=False)
+    return GPT2Model(config).eval(), torch.randint(0, 40, (2, 6))
+
+
+def test_the_attention_of_every_block_is_chosen_by_a_glob() -> None:
+    model, ids = gpt2()
+    seen: list[Any] = []
+
+    class Spy(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is F.scaled_dot_product_attention:
+                seen.append((args, out))
+            return out
+
+    with torch.no_grad():
+        with Spy():
+            model(ids)
+        attend = "h.*.attn/scaled_dot_product_attention"
+        with th.capture(model, attend, f"{attend}:input", "ln_f/layer_norm", "h.*.ln_1/layer_norm") as rec:
+            output = model(ids)
+    assert len(seen) == 3
+    for k, (args, out) in enumerate(seen):
+        assert torch.equal(rec[f"h.{k}.attn/scaled_dot_product_attention"], out)
+        for one, two in zip(args, rec[f"h.{k}.attn/scaled_dot_product_attention:input"].args, strict=True):
+            assert one is two is None or torch.equal(one, two)
+    assert torch.equal(rec["ln_f/layer_norm"], output.last_hidden_state)
+    assert {f"h.{k}.ln_1/layer_norm" for k in range(3)} <= set(rec.keys())
+
+
+def test_the_residual_stream_of_gpt2_is_edited_at_its_additions() -> None:
+    model, ids = gpt2()
+    with torch.no_grad():
+        hidden = model.wte(ids) + model.wpe(torch.arange(6))
+        for block in model.h[:2]:
+            hidden = block(hidden)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        block = model.h[2]
+        hidden = hidden + block.attn(block.ln_1(hidden))[0]
+        hidden = (hidden + block.mlp(block.ln_2(hidden))) * 0.5
+        with th.edit(model, {"h.2/add#1": edits.scale(0.5)}):
+            assert torch.equal(model(ids).last_hidden_state, model.ln_f(hidden))
+
+
+def test_operations_of_a_vision_transformer() -> None:
+    from torchvision.models import VisionTransformer
+
+    torch.manual_seed(0)
+    model = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=4).eval()
+    nn.init.normal_(model.heads.head.weight)
+    x, cat, added = torch.randn(1, 3, 16, 16), [], []
+    with torch.no_grad():
+        handle = model.encoder.register_forward_pre_hook(lambda _, args: cat.append(args[0].clone()))
+        block = model.encoder.layers[1]
+        handles = [handle, block.register_forward_hook(lambda _, args, out: added.append(out.clone()))]
+        model(x)
+        for handle in handles:
+            handle.remove()
+        sites = ["/cat", "/getitem", "encoder.layers.*/add", "encoder.layers.*.ln_1/layer_norm"]
+        with th.capture(model, *sites, "**.mlp.1/gelu") as rec:
+            output = model(x)
+        assert torch.equal(rec["/cat"], cat[0])
+        # Not to the bit: under any mode nn.MultiheadAttention leaves its fused path.
+        torch.testing.assert_close(rec["encoder.layers.encoder_layer_1/add", 1], added[0])
+        assert len(rec.all("encoder.layers.encoder_layer_0/add")) == 2
+        assert torch.equal(model.heads(rec["/getitem"]), output)
+        with th.edit(model, {"/getitem": edits.zero()}):
+            assert torch.equal(model(x), model.heads.head.bias.expand(1, 4))
+
+
+# -- whose operation it is ----------------------------------------------------------------------------------------
+
+
+class Family(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Sequential(Does(lambda x: x + 1), Does(lambda x: x + 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(x + 10)
+        return y + 100
+
+
+def test_operations_of_children_are_not_the_parents() -> None:
+    model = Family()
+    with pytest.warns(NeverRanWarning, match="'child/add'"):
+        with th.capture(model, "/add", "child/add", "child.0/add", "child.1/add") as rec:
+            model(X)
+    assert torch.equal(torch.stack(rec.all("/add")), torch.stack([X + 10, X + 113]))
+    assert torch.equal(rec["child.0/add"], X + 11)
+    assert torch.equal(rec["child.1/add"], X + 13)
+    with pytest.raises(NeverRanError):
+        rec["child/add"]
+
+
+def test_what_is_outside_the_model_is_nobodys() -> None:
+    model = Does(lambda x: x + 1)
+    with th.capture(model, "/add") as rec:
+        before = X + 5
+        assert not _get_current_function_mode_stack()
+        y = model(before)
+        assert not _get_current_function_mode_stack()
+        y + 7
+    assert len(rec.all("/add")) == 1
+
+
+def test_the_librarys_own_work_and_the_users_transforms_are_not_counted() -> None:
+    model = nn.Sequential(Does(lambda x: (x + 1).clone()), Does(lambda x: x * 2))
+
+    def transform(value: Any) -> Any:
+        return (value + 1).clone().mean() if isinstance(value, Tensor) else value
+
+    def edit(value: Tensor) -> Tensor:
+        return (value + 0).clone() * 1 + 0
+
+    sites = ("0/add", "0/clone", "1/mul", "0", "1:input", "1")
+    with th.capture(model, *sites, transform=transform, edit={"0": edit, "0/add": edit, "1:input": edit}) as rec:
+        model(X)
+    assert [len(rec.all(site)) for site in sites] == [1] * 6
+    with th.capture(model, *sites, keep="live", dtype=torch.float64) as rec:
+        model(X)
+    assert [len(rec.all(site)) for site in sites] == [1] * 6
+
+
+def test_a_users_hooks_do_not_count_for_the_module_they_are_on() -> None:
+    model = nn.Sequential(Does(lambda x: x + 1))
+    model[0].register_forward_hook(lambda module, args, output: output + 10)
+    with th.capture(model, "0/add", "0") as rec:
+        model(X)
+    assert torch.equal(rec["0/add"], X + 1)
+    assert torch.equal(rec["0"], X + 11)
+
+
+def test_shared_and_recursive_modules_keep_their_operations_apart() -> None:
+    class Recursive(nn.Module):
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            return x * 2 if depth == 0 else self(x + 1, depth - 1) + 100
+
+    model = Recursive()
+    with th.capture(model, "/add", "/mul") as rec:
+        model(X, 2)
+    assert torch.equal(torch.stack(rec.all("/add")), torch.stack([X + 1, X + 2, (X + 2) * 2 + 100, (X + 2) * 2 + 200]))
+    assert torch.equal(rec["/mul"], (X + 2) * 2)
+
+
+def test_an_exception_that_the_model_catches_does_not_confuse_the_owner() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bad, self.good = nn.Sequential(Does(fail)), Does(lambda x: x + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ValueError):
+                self.bad(x)
+            return self.good(x) + 2
+
+    model = Tries()
+    with th.capture(model, "/add", "good/add") as rec:
+        model(X)
+        model(X)
+    assert len(rec.all("/add")) == len(rec.all("good/add")) == 2
+    assert torch.equal(rec["/add", 1], X + 3)
+
+
+# -- what never ran -----------------------------------------------------------------------------------------------
+
+
+def test_an_operation_that_never_ran_is_reported_with_the_closest() -> None:
+    model = nn.Sequential(Does(lambda x: F.softmax(x, -1) @ x))
+    with pytest.warns(NeverRanWarning, match=r"'0/sofmax': '0' ran no 'sofmax'. Closest: 'softmax'"):
+        with th.capture(model, "0/sofmax") as rec:
+            model(X)
+    with pytest.raises(NeverRanError, match="Closest: 'softmax'"):
+        rec["0/sofmax"]
+    with pytest.warns(NeverRanWarning, match=r"There are: 'softmax', 'matmul'"):
+        with th.capture(model, "0/conv2d"):
+            model(X)
+
+
+def test_an_edit_of_an_operation_that_never_ran_is_reported() -> None:
+    model = Does(lambda x: x.relu())
+    with pytest.warns(NeverRanWarning, match=r"the model itself ran no 'relu_'. Closest: 'relu'"):
+        with th.edit(model, {"/relu_": edits.zero()}):
+            model(X)
+    with pytest.warns(NeverRanWarning, match=r"'/relu#2': it ran 1 time, so there was no call 2"):
+        with th.edit(model, {"/relu#2": edits.zero()}):
+            model(X)
+
+
+def test_operations_are_not_for_all_threads() -> None:
+    with pytest.raises(SessionError, match="leave out threads='all'"):
+        th.capture(Does(torch.relu), "/relu", threads="all")
+
+
+# -- the mode -----------------------------------------------------------------------------------------------------
+
+
+def test_a_session_without_operations_never_enters_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, depth = Family(), []
+    model.child[0].register_forward_hook(lambda *_: depth.append(len(_get_current_function_mode_stack())))
+
+    def never(self: Any) -> None:
+        raise AssertionError("a mode was entered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchFunctionMode, "__enter__", never)
+        leaf = X.clone().requires_grad_()
+        with th.capture(model, "**", "**:input", "**:grad", "**:grad_input", edit={"child": edits.add(1.0)}):
+            model(leaf).sum().backward()
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    assert depth == [0]
+    assert hooks == [0, 0, 1, 0]
+    with th.capture(model, "/add"):
+        model(X)
+    assert depth == [0, 1]
+
+
+class Counting(TorchFunctionMode):
+    """A mode of the user's own that notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_users_mode_outside_sees_the_models_operations_still() -> None:
+    model = Family()
+    with Counting() as plain:
+        model(X)
+    with Counting() as counting:
+        with th.capture(model, "/add", "child.0/add") as rec:
+            model(X)
+        assert _get_current_function_mode_stack() == [counting]
+    assert len(rec.all("/add")) == 2
+    assert counting.names.count("add") == plain.names.count("add") == 4
+    with th.capture(model, "/add") as rec, Counting() as counting:
+        model(X)
+        assert _get_current_function_mode_stack() == [counting]
+    assert len(rec.all("/add")) == 2
+    assert counting.names.count("add") == 4
+
+
+def test_a_users_mode_inside_the_model_is_left_in_order() -> None:
+    def inside(x: Tensor) -> Tensor:
+        with Counting() as counting:
+            y = x + 1
+        assert counting.names == ["add"]
+        return y * 2
+
+    model = nn.Sequential(Does(inside))
+    with th.capture(model, "0/add", "0/mul") as rec:
+        model(X)
+    assert torch.equal(rec["0/add"], X + 1)
+    assert torch.equal(rec["0/mul"], (X + 1) * 2)
+
+
+def test_a_device_context_goes_together_with_operations() -> None:
+    model = Does(lambda x: x + torch.zeros(3))
+    with torch.device("cpu"), th.capture(model, "/add", "/zeros") as rec:
+        model(X)
+    assert torch.equal(rec["/add"], X)
+    assert torch.equal(rec["/zeros"], torch.zeros(3))
+
+
+def test_overlapping_sessions_each_see_their_own() -> None:
+    model = Family()
+    one, two = th.capture(model, "/add"), th.capture(model, "/add", "child.1/add")
+    one.open()
+    model(X)
+    two.open()
+    model(X)
+    one.close()
+    model(X)
+    assert not _get_current_function_mode_stack()
+    two.close()
+    model(X)
+    assert len(one.recording.all("/add")) == 4
+    assert len(two.recording.all("/add")) == 4
+    assert len(two.recording.all("child.1/add")) == 2
+
+
+def test_nested_edits_of_one_operation_compose_with_the_outer_first() -> None:
+    model = Does(lambda x: x.relu())
+    with th.edit(model, {"/relu": edits.add(1.0)}), th.edit(model, {"/relu": edits.scale(2.0)}):
+        assert torch.equal(model(X), (X.relu() + 1) * 2)
+    assert torch.equal(model(X), X.relu())
+
+
+def test_a_session_that_opens_and_closes_inside_the_forward_of_another() -> None:
+    inner = Family()
+    found: list[Any] = []
+
+    def outer(x: Tensor) -> Tensor:
+        y, rec = th.run(inner, x + 1, capture="child.0/add")
+        found.append(rec["child.0/add"])
+        return y * 2
+
+    model = nn.Sequential(Does(outer))
+    with th.capture(model, "0/add", "0/mul") as rec:
+        model(X)
+    assert torch.equal(found[0], X + 12)
+    assert torch.equal(rec["0/mul"], (X + 114) * 2)
+
+
+WAYS_OUT = [None, ZeroDivisionError, KeyboardInterrupt, "in the model", "interrupted model", "stop", "in an edit"]
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_no_mode_is_left_on_every_way_out(way: Any) -> None:
+    def inside(x: Tensor) -> Tensor:
+        if way == "in the model":
+            raise ZeroDivisionError
+        if way == "interrupted model":
+            raise KeyboardInterrupt
+        return x + 3
+
+    def edit(value: Tensor) -> None:
+        if way == "in an edit":
+            raise ZeroDivisionError
+
+    model = nn.Sequential(nn.Sequential(Does(lambda x: x + 1), Does(inside)), Does(lambda x: x + 2))
+    before = snapshot(model)
+    with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt):
+        sites = ("0.0/add", "0.1/add") if way == "stop" else ("0.0/add", "0.1/add", "1/add")
+        with th.capture(model, *sites, stop=way == "stop", edit={"0.0/add": edit}) as rec:
+            model(X)
+            if isinstance(way, type):
+                raise way
+    assert not _get_current_function_mode_stack()
+    assert_same(before, snapshot(model), "the model and the process")
+    if way == "stop":
+        assert rec.keys() == ["0.0/add", "0.1/add"]
+
+
+def test_early_stop_at_an_operation() -> None:
+    ran: list[str] = []
+
+    def late(x: Tensor) -> Tensor:
+        ran.append("late")
+        return x
+
+    model = nn.Sequential(Does(lambda x: (x + 1).relu()), Does(late))
+    output, rec = th.run(model, X, capture="0/add", stop=True)
+    assert isinstance(output, th.Stopped)
+    assert torch.equal(rec["0/add"], X + 1)
+    assert not ran
+
+
+def test_a_dropped_session_leaves_no_mode_and_no_hook() -> None:
+    model = Family()
+    session = th.capture(model, "/add").open()
+    model(X)
+    del session
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not _get_current_function_mode_stack()
+
+
+def test_threads_on_one_model_do_not_mix() -> None:
+    model, found = Family(), {}
+
+    def work(number: float) -> None:
+        x = torch.full((2, 2), number)
+        with th.capture(model, "/add", "child.0/add", edit={"child.1/add": edits.add(number)}) as rec:
+            outputs = [model(x) for _ in range(20)]
+        found[number] = outputs, rec, len(_get_current_function_mode_stack())
+
+    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for number, (outputs, rec, depth) in found.items():
+        assert depth == 0
+        assert len(rec.all("child.0/add")) == 20
+        assert len(rec.all("/add")) == 40
+        assert all(torch.equal(add, torch.full((2, 2), number + 11)) for add in rec.all("child.0/add"))
+        assert all(torch.equal(output, torch.full((2, 2), 2 * number + 113)) for output in outputs)
+
+
+def test_calls_from_other_threads_are_not_recorded() -> None:
+    model = Does(lambda x: x + 1)
+    with th.capture(model, "/add") as rec:
+        thread = threading.Thread(target=model, args=(X,))
+        thread.start()
+        thread.join()
+        model(X)
+    assert len(rec.all("/add")) == 1
+
+
+def test_operations_of_a_checkpointed_module_are_recorded_once() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Does(lambda x: torch.tanh(x * 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, leaf = Checkpointed(), X.clone().requires_grad_()
+    with th.capture(model, "inner/tanh", "inner/mul", "inner/mul:grad") as rec:
+        model(leaf).sum().backward()
+    assert len(rec.all("inner/tanh")) == len(rec.all("inner/mul")) == 1
+    assert rec.recomputed["inner/mul"] == 1
+    slope = 1 - (2 * X).tanh() ** 2
+    torch.testing.assert_close(rec["inner/mul:grad"], slope)
+    torch.testing.assert_close(leaf.grad, 2 * slope)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_operations_in_every_gradient_mode(mode: Any) -> None:
+    model = Block()
+    with mode():
+        plain = model(X)
+        with th.capture(model, "/add_", "/relu", "/mul", "lin/linear") as rec:
+            output = model(X)
+    assert torch.equal(output, plain)
+    assert torch.equal(rec["/mul"], plain)
+    assert torch.equal(rec["/relu"] * 2, plain)
+    assert torch.equal(rec["/add_"], rec["lin/linear"] + X)

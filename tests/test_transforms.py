@@ -1,0 +1,93 @@
+"""Each transform against the same thing written by hand."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from torchhook import transforms as tf
+
+x3 = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+x4 = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("transform", "value", "expected"),
+    [
+        (tf.pool(), x3, x3.mean(1)),
+        (tf.pool(), x4, x4.mean((2, 3))),
+        (tf.pool("max"), x4, x4.flatten(2).max(2).values),
+        (tf.pool("sum", dims=1), x4, x4.sum(1)),
+        (tf.pool("mean", dims=(1, 2)), x4, x4.mean((1, 2))),
+        (tf.pool(), x3[:, 0], x3[:, 0]),
+        (tf.tokens("cls"), x3, x3[:, 0]),
+        (tf.tokens("last"), x3, x3[:, 4]),
+        (tf.tokens("patches"), x3, x3[:, 1:]),
+        (tf.tokens("patches", prefix=2), x3, x3[:, 2:]),
+        (tf.tokens(3), x3, x3[:, 3]),
+        (tf.tokens([0, 4]), x3, x3[:, [0, 4]]),
+        (tf.cast(torch.float16), x3, x3.half()),
+        (tf.slice(1, 3), x3, x3[:, 1:3]),
+        (tf.slice(None, None, 2, dim=-1), x4, x4[..., ::2]),
+        (tf.compose(tf.tokens(0), tf.cast(torch.bfloat16)), x3, x3[:, 0].bfloat16()),
+    ],
+    ids=repr,
+)
+def test_a_transform_gives_what_the_same_line_of_torch_gives(transform, value, expected):
+    for again in (transform, pickle.loads(pickle.dumps(transform))):
+        found = again(value)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    assert repr(pickle.loads(pickle.dumps(transform))) == repr(transform)
+
+
+def test_topk_keeps_values_and_their_places():
+    found = tf.topk(2, largest=False)(x3)
+    order = x3.sort(-1)
+    assert torch.equal(found["values"], order.values[..., :2])
+    assert torch.equal(found["indices"], order.indices[..., :2])
+
+
+def test_statistics_are_per_row():
+    found = tf.statistics()(torch.tensor([[0.0, 2.0], [4.0, 4.0]]))
+    assert found["mean"].tolist() == [1.0, 4.0]
+    assert found["std"].tolist() == [1.0, 0.0]
+    assert found["min"].tolist() == [0.0, 4.0]
+    assert found["max"].tolist() == [2.0, 4.0]
+    assert found["zeros"].tolist() == [0.5, 0.0]
+    assert tf.statistics()(torch.tensor([3, 0]))["zeros"].tolist() == [0.0, 1.0]
+
+
+def test_transforms_map_over_nested_values_and_leave_other_leaves():
+    found = tf.pool()((x3, {"a": x4, "b": None}, "text"))
+    assert torch.equal(found[0], x3.mean(1))
+    assert torch.equal(found[1]["a"], x4.mean((2, 3)))
+    assert found[1]["b"] is None
+    assert found[2] == "text"
+
+
+def test_pick_reaches_one_leaf_and_names_what_is_there_otherwise():
+    assert tf.pick(1)((x3, x4)) is x4
+    with pytest.raises(KeyError, match="'0', '1'"):
+        tf.pick("hidden")((x3, x4))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: tf.pool("median"), "'mean', 'max', 'sum'"),
+        (lambda: tf.tokens("first"), "'cls', 'last', 'patches'"),
+        (lambda: tf.tokens("cls")(torch.zeros(2, 3)), r"\(N, T, ...\), found \(2, 3\)"),
+    ],
+)
+def test_a_wrong_use_says_what_is_possible(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_equal_transforms_compare_equal_and_differ_by_their_options():
+    assert tf.pool("mean") == tf.pool("mean")
+    assert tf.pool("mean") != tf.pool("max")
+    assert len({tf.cast(torch.half), tf.cast(torch.float16)}) == 1
