@@ -1,6 +1,6 @@
 """See, keep and change everything that flows through a PyTorch model."""
 
-from torchhook import edits, transforms
+from torchhook import edits, errors, transforms
 from torchhook._version import __version__
 from torchhook.attention import attention, rollout
 from torchhook.capture import Stopped, capture, edit, run
@@ -17,24 +17,20 @@ from torchhook.classic import (
     model_summary,
 )
 from torchhook.clip import clip_gradients
-from torchhook.compare import Diff
 from torchhook.diff import diff
-from torchhook.guard import Finding, Guard, guard
+from torchhook.guard import guard
 from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
 from torchhook.session import Session
 from torchhook.sites import Site
-from torchhook.sweep import Sweep, sweep
+from torchhook.sweep import sweep
 from torchhook.tree import Inputs
-from torchhook.watch import Watch, watch
+from torchhook.watch import watch
 
 __all__ = [
-    "Diff",
     "FeatureExtractor",
     "FeatureLayer",
     "FeatureLayers",
-    "Finding",
-    "Guard",
     "Hook",
     "HookManager",
     "Inputs",
@@ -42,9 +38,7 @@ __all__ = [
     "Session",
     "Site",
     "Stopped",
-    "Sweep",
     "VerboseExecution",
-    "Watch",
     "__version__",
     "attention",
     "capture",
@@ -53,6 +47,7 @@ __all__ = [
     "diff",
     "edit",
     "edits",
+    "errors",
     "get_layer_candidates",
     "gradient_clipper",
     "guard",
