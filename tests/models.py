@@ -1,8 +1,8 @@
 """Small models that try to make a capture lie, each with its inputs; and the oracle that says what is true.
 
-``CASES`` holds them by name. The oracle is bare PyTorch: ``watch`` puts a cloning hook on every module,
-``frozen`` turns a value into plain data at the moment it is seen, ``same`` compares two of those bit by bit.
-Nothing in this file knows the library.
+``CASES`` holds them by name; before them come a few that several test files use. The oracle is bare PyTorch:
+``watch`` puts a cloning hook on every module, ``frozen`` turns a value into plain data at the moment it is seen, which
+``==`` compares bit by bit. Nothing in this file knows the library.
 """
 
 from __future__ import annotations
@@ -213,6 +213,43 @@ def case(inputs: Callable[[], Any] = _x, **options: Any) -> Callable[[Any], Any]
         return build
 
     return register
+
+
+class Apply(nn.Module):
+    """Runs a function: the smallest module with an operation of its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class Nasty(nn.Module):
+    """Every value is overwritten by the next line."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = self.relu(layer(x))
+            y += x
+            x = y.mul_(0.5)
+        return x
+
+
+def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """A language model of three blocks with random weights, and what to call it with."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=3, n_head=4, **ends)
+    return GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 50, (2, 6)), "use_cache": False}
 
 
 class Toy(nn.Module):
@@ -455,19 +492,23 @@ class _Cell(nn.Module):
         return self.static.copy_(x)
 
 
-@case(modes=WITHOUT_GRAD)
-class NumpyTwin(nn.Module):
-    """A buffer, and a numpy array that must go on seeing its memory."""
+class _Twin(nn.Module):
+    """A module that returns its own memory, and a numpy array that must go on seeing it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cell: nn.Module) -> None:
         super().__init__()
-        self.cell = _Cell()
-        self.twin = self.cell.static.numpy()
+        self.cell = cell
+        self.twin = cell.static.numpy()
 
     def forward(self, x: Tensor) -> Tensor:
         self.cell(x)
         self.cell(x + 1)
         return torch.from_numpy(self.twin.copy())
+
+
+@case(modes=WITHOUT_GRAD)
+def NumpyTwin() -> nn.Module:
+    return _Twin(_Cell())
 
 
 @case(modes=WITHOUT_GRAD)
@@ -486,32 +527,22 @@ class NumpyViewMadeBefore(nn.Module):
         return y
 
 
-class _Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("static", torch.zeros(2, 4))
+class _Detached(_Cell):
+    """What leaves the module is the buffer under other tensor objects that are no views."""
 
     def forward(self, x: Tensor) -> Any:
-        self.static.copy_(x)
-        return self.static.detach(), self.static.data
+        static = super().forward(x)
+        return static.detach(), static.data
 
 
 @case(modes=WITHOUT_GRAD)
-class NumpyTwinOfDetached(nn.Module):
-    """The same, where what leaves the module is the buffer under another tensor object that is no view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = _Detached()
-        self.twin = self.cell.static.numpy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cell(x)
-        self.cell(x + 1)
-        return torch.from_numpy(self.twin.copy())
+def NumpyTwinOfDetached() -> nn.Module:
+    return _Twin(_Detached())
 
 
 class _PlainCell(nn.Module):
+    """With a plain attribute, which the model does not list among its buffers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.static = torch.zeros(2, 4)
@@ -521,18 +552,8 @@ class _PlainCell(nn.Module):
 
 
 @case(modes=WITHOUT_GRAD)
-class NumpyTwinOfAnAttribute(nn.Module):
-    """The same with a plain attribute, which the model does not list among its buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = _PlainCell()
-        self.twin = self.cell.static.numpy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.cell(x)
-        self.cell(x + 1)
-        return torch.from_numpy(self.twin.copy())
+def NumpyTwinOfAnAttribute() -> nn.Module:
+    return _Twin(_PlainCell())
 
 
 @case(lambda: torch.from_numpy(np.ones((2, 4), dtype=np.float32)))
@@ -1640,8 +1661,8 @@ def CompiledInPlace() -> nn.Module:
 
 
 def _names_outside_script(model: nn.Module) -> dict[str, nn.Module]:
-    """Hooks never fire inside a scripted module."""
-    return {name: module for name, module in _names(model).items() if not name.startswith("1.")}
+    """PyTorch refuses hooks on a scripted module, and those inside it would never fire."""
+    return {name: module for name, module in _names(model).items() if name.partition(".")[0] != "1"}
 
 
 @case(names=_names_outside_script)

@@ -6,12 +6,15 @@ Everything is compared in frozen form: ``freeze`` copies a nested value into pla
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import random
 import sys
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,9 +104,8 @@ def _tensor_differences(expected: Copy, found: Copy, where: str, graph: bool) ->
     if not _same_bits(one, two):
         wrong = (one != two) & ~((one != one) & (two != two))
         gap = (one.double() - two.double()).abs().nan_to_num(0).max().item() if not one.is_complex() else "?"
-        lines.append(
-            f"{where}: {int(wrong.sum())} of {one.numel()} elements of {_short(found)} are wrong, by up to {gap}"
-        )
+        what = f"{int(wrong.sum())} of {one.numel()} elements are wrong, by up to {gap}"
+        lines.append(f"{where}: {_short(found)}: {what if wrong.any() else 'only signs of zeros or NaNs differ'}")
     if graph and expected.on_graph != found.on_graph:
         lines.append(f"{where}: requires_grad={expected.on_graph} was expected, found {found.on_graph}")
     return lines
@@ -176,7 +178,8 @@ def snapshot(model: nn.Module) -> Node:
     """All that a model is made of and all of the process that a session could disturb."""
     modules = {name: _module(module) for name, module in model.named_modules(remove_duplicate=False)}
     tensors = {name: _about(tensor) for name, tensor in _tensors(model)}
-    return Node("snapshot", {"modules": Node("", modules), "tensors": Node("", tensors), "process": process()})
+    parts = {"modules": Node("", modules), "tensors": Node("", tensors), "process": process(), "random": _random()}
+    return Node("snapshot", parts)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -210,8 +213,8 @@ def _about(tensor: Tensor) -> Node:
 
 
 def process() -> Node:
-    """Grad mode, random numbers, modes, hooks on all modules: what a process shares."""
-    shared = torch.nn.modules.module
+    """Grad mode, other modes, hooks on all modules: what a process shares, and no run of a model changes."""
+    shared = vars(torch.nn.modules.module)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     parts = {
         "grad mode": torch.is_grad_enabled(),
@@ -221,14 +224,18 @@ def process() -> Node:
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "fused attention": torch.backends.mha.get_fastpath_enabled(),
-        "stance": None if dynamo is None else str(getattr(dynamo, "_stance", None)),
-        "global hooks": [
-            len(v) for k, v in sorted(vars(shared).items()) if k.startswith("_global") and k.endswith("_hooks")
-        ],
+        "stance": "default" if dynamo is None else dynamo._stance.stance,
+        "hooks": [len(v) for k, v in sorted(shared.items()) if k.startswith("_global") and k.endswith("_hooks")],
         "context": sorted(variable.name for variable, value in contextvars.copy_context().items() if value),
-        "torch random": torch.get_rng_state(),
-        "numpy random": list(np.random.get_state()[1:3]),
-        "python random": hash(random.getstate()),
+    }
+    return Node("", {name: freeze(part) for name, part in parts.items()})
+
+
+def _random() -> Node:
+    parts = {
+        "torch": torch.get_rng_state(),
+        "numpy": list(np.random.get_state()[1:3]),
+        "python": hash(random.getstate()),
     }
     return Node("", {name: freeze(part) for name, part in parts.items()})
 
@@ -236,3 +243,32 @@ def process() -> Node:
 def identities(model: nn.Module) -> dict[str, tuple[int, int]]:
     """The very objects and addresses of the parameters and buffers."""
     return {name: (id(tensor), tensor.data_ptr()) for name, tensor in _tensors(model)}
+
+
+def hooks_on(model: nn.Module) -> list[Any]:
+    """The forward hooks and pre-hooks of all modules."""
+    return [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+
+
+def stance() -> str:
+    """What the compiler is told to do with compiled code."""
+    import torch._dynamo
+
+    return torch._dynamo.eval_frame._stance.stance
+
+
+# -- ways to run --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def warned() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect every warning, those of torch's prototypes among them, instead of raising it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+
+
+def in_threads(*work: Callable[[], Any]) -> list[Any]:
+    """What each function returns, or the error that it raises, run in threads at the same time."""
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [future.result(timeout=60) for future in [pool.submit(job) for job in work]]

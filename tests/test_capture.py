@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.oracle import hooks_on
 from torchhook.errors import NeverRanWarning, SelectorError
 
 
@@ -84,7 +85,8 @@ def test_every_value_is_what_a_cloning_hook_saw(net: Net, x: Tensor, grad_mode: 
 def test_without_selectors_every_module_is_captured(net: Net, x: Tensor) -> None:
     with th.capture(net) as rec:
         net(x)
-    assert set(rec.keys()) == {name for name, _ in net.named_modules() if name}
+    assert set(rec.keys()) == {name for name, _ in net.named_modules()}
+    assert torch.equal(rec[""], oracle(net, x)[0])
 
 
 def test_the_recording_fills_as_the_model_runs(net: Net, x: Tensor) -> None:
@@ -101,7 +103,7 @@ def test_nothing_is_recorded_after_the_block(net: Net, x: Tensor) -> None:
         net(x)
     net(x)
     assert len(rec.all("fc")) == 1
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not hooks_on(net)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_live_values_carry_gradients_and_references_are_the_models_own(net: Net,
 def test_wrong_options_are_refused_before_any_hook_is_there(net: Net, options, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         th.capture(net, "fc", **options)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not hooks_on(net)
 
 
 def test_a_wrong_name_raises_at_the_door(net: Net) -> None:
@@ -247,7 +249,14 @@ def test_run_returns_the_output_and_the_recording(net: Net, x: Tensor) -> None:
 
 def test_run_without_capture_records_every_module(net: Net, x: Tensor) -> None:
     _, rec = th.run(net, x)
-    assert len(rec) == 5
+    assert set(rec.keys()) == {name for name, _ in net.named_modules()}
+
+
+def test_run_with_an_edit_alone_records_nothing(net: Net, x: Tensor) -> None:
+    output, rec = th.run(net, x, edit={"fc": th.edits.zero()})
+    assert torch.equal(output, torch.zeros(2, 3))
+    assert rec.keys() == []
+    assert rec.missing == {}
 
 
 def test_run_hands_other_keywords_to_the_model(net: Net, x: Tensor) -> None:
@@ -302,13 +311,13 @@ def test_an_error_of_the_model_passes_through_unchanged_and_leaves_nothing(net: 
     assert caught.value is error
     assert rec.keys() == ["conv1", "relu", "conv2"]
     assert rec.missing["fc"] == "the block ended early with RuntimeError."
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not hooks_on(net)
 
 
 def test_an_error_of_the_transform_passes_through_and_leaves_nothing(net: Net, x: Tensor) -> None:
     with pytest.raises(ZeroDivisionError):
         th.run(net, x, capture="conv1", transform=lambda t: 1 / 0)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert not hooks_on(net)
 
 
 def test_the_signature_of_capture_has_the_names_of_the_contract() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
-from tests.oracle import BareHooks, assert_same, freeze, snapshot
+from tests.models import Apply, small_gpt2
+from tests.oracle import BareHooks, assert_same, freeze, in_threads, snapshot
 from torchhook import Site, edits
 from torchhook.errors import EditError, NeverRanWarning, SelectorError
 from torchhook.select import resolve
@@ -62,7 +63,10 @@ BY_HAND: dict[str, tuple[Any, Tensor]] = {
     "clamp above": (edits.clamp(high=0), torch.tensor([[0.0, -2, 0], [-4, 0, 0]])),
     "a function": (lambda v: v.abs(), X.abs()),
     "a function of value and site": (lambda v, site: v + len(site.path), X + 1),
+    "a function whose second parameter has a default": (lambda v, factor=2.0: v * factor, X * 2),
     "a builtin": (torch.neg, -X),
+    "a function of torch that could work in place": (F.relu, X.relu()),
+    "a module": (nn.ReLU(), X.relu()),
     "nothing returned": (lambda v: None, X),
     "several in order": ([edits.add(1), edits.scale(2), lambda v: None, edits.add(-1)], (X + 1) * 2 - 1),
 }
@@ -94,6 +98,21 @@ def test_replace_survives_a_layer_that_works_in_place() -> None:
     with th.edit(model, {"0": edits.replace(new)}):
         assert torch.equal(model(torch.zeros(1, 2)), torch.tensor([[0.0, 2.0]]))
     assert torch.equal(new, torch.tensor([[-1.0, 2.0]]))
+
+
+def test_replacing_a_nested_value_survives_a_model_that_works_in_place() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two = Apply(lambda x: (x + 1, x + 2))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.two(x)[0].mul_(2)
+
+    new, model = (torch.ones(2), torch.ones(2)), Doubles()
+    with th.edit(model, {"two": edits.replace(new)}):
+        assert torch.equal(model(torch.zeros(2)), torch.full((2,), 2.0))
+    assert torch.equal(new[0], torch.ones(2))
 
 
 def test_noise_has_the_asked_size_and_leaves_the_models_random_numbers_alone() -> None:
@@ -201,6 +220,15 @@ def test_patching_a_recording_of_another_shape_is_refused() -> None:
             th.run(model, clean[:1], edit={"0": edit})
 
 
+def test_patching_never_lets_the_model_write_into_the_recording() -> None:
+    model = chain(Pass(), nn.ReLU(inplace=True))
+    _, rec = th.run(model, X, capture="0")
+    for edit in (edits.patch(rec), edits.patch(rec, [0, 1], dim=0), edits.patch(rec, mask=X > -9)):
+        output, _ = th.run(model, torch.zeros(2, 3), edit={"0": edit})
+        assert torch.equal(output, X.relu())
+        assert torch.equal(rec["0"], X)
+
+
 def test_each_call_is_patched_with_its_own_record() -> None:
     class Loop(nn.Module):
         def __init__(self) -> None:
@@ -214,14 +242,6 @@ def test_each_call_is_patched_with_its_own_record() -> None:
     _, rec = th.run(model, X, capture="step")
     found, _ = th.run(model, torch.zeros(2, 3), edit={"step": edits.patch(rec)})
     assert torch.equal(found, model(X))
-
-
-def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 40, (2, 6)), "use_cache": False}
 
 
 def small_resnet() -> tuple[nn.Module, dict[str, Any]]:
@@ -391,6 +411,38 @@ def test_all_gradients_of_a_structured_output_are_edited() -> None:
     assert torch.equal(cell_grad, torch.full_like(cell, 10.0))
 
 
+def lstm_gradients(score: Callable[[Tensor, Tensor], Tensor], change: Any = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 4)
+    with th.edit(model, {":grad": change}) if change is not None else contextlib.nullcontext():
+        output, (hidden, _) = model(torch.randn(5, 2, 3))
+        score(output, hidden).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_one_part_of_a_structured_gradient_is_edited() -> None:
+    found = lstm_gradients(lambda out, hidden: out.sum() + hidden.sum(), edits.at("0", edits.add(torch.ones(4))))
+    torch.testing.assert_close(found, lstm_gradients(lambda out, hidden: 2 * out.sum() + hidden.sum()))
+
+
+def test_every_part_of_a_structured_gradient_is_averaged_by_itself() -> None:
+    weights = torch.tensor([[1.0], [3.0]])  # one for each of the batch, which is the second dimension
+    found = lstm_gradients(lambda out, hidden: (out * weights).sum() + (hidden * weights).sum(), edits.mean(1))
+    torch.testing.assert_close(found, lstm_gradients(lambda out, hidden: 2 * out.sum() + 2 * hidden.sum()))
+
+
+def test_the_gradient_of_a_tied_weight_is_edited_once() -> None:
+    torch.manual_seed(0)
+    model = chain(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    model(X).sum().backward()
+    expected = model[0].weight.grad / 2
+    model.zero_grad()
+    with th.edit(model, {"**.weight:grad": edits.scale(0.5)}):
+        model(X).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, expected)
+
+
 def test_a_parameter_itself_is_not_edited() -> None:
     with pytest.raises(SelectorError, match=r"'0.weight' is a parameter.*only its gradient can be edited"):
         th.edit(chain(nn.Linear(3, 3)), {"0.weight": edits.zero()})
@@ -403,8 +455,9 @@ def test_zeroing_a_residual_branch_is_the_model_without_it() -> None:
         hidden = blocks.wte(kwargs["input_ids"]) + blocks.wpe(torch.arange(6))
         first = blocks.h[0]
         hidden = hidden + first.mlp(first.ln_2(hidden))  # no attention in the first block
-        hidden = blocks.h[1](hidden)
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        for block in blocks.h[1:]:
+            hidden = block(hidden)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         expected = model.lm_head(blocks.ln_f(hidden))
         with th.edit(model, {"transformer.h.0.attn": edits.at("0", edits.zero())}):
             assert torch.equal(model(**kwargs).logits, expected)
@@ -527,6 +580,14 @@ def test_before_edits_holds_for_gradients_and_single_calls() -> None:
     assert [record.call for record in before.records("1.step")] == [1]
 
 
+def test_before_edits_keeps_the_gradient_of_every_call() -> None:
+    model = chain(Pass())
+    with th.capture(model, "0:grad", edit={"0:grad": edits.zero()}, before_edits=True) as rec:
+        for factor in (1.0, 2.0, 3.0):
+            (model(X.clone().requires_grad_()) * factor).sum().backward()
+    assert torch.equal(torch.stack(rec.all("0:grad")), torch.stack([torch.full((2, 3), k) for k in (1.0, 2.0, 3.0)]))
+
+
 def test_a_user_function_that_works_in_place_is_seen_and_kept_right() -> None:
     model = chain(Pass(), Pass())
 
@@ -553,11 +614,7 @@ def test_edits_of_two_threads_do_not_mix() -> None:
                 if not torch.equal(model(X), X + number):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(float(number),)) for number in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[functools.partial(work, float(number)) for number in range(1, 5)])
     assert not wrong
     assert torch.equal(model(X), X)
 
@@ -589,6 +646,8 @@ def test_a_wrong_shape_is_refused_with_expected_and_found() -> None:
 
 def test_a_wrong_dtype_is_refused_with_expected_and_found() -> None:
     refused(lambda v: v.double(), "0#0", "dtype", "expected torch.float32", "found torch.float64")
+    for edit in (edits.add(0.7), edits.replace(0.7)):
+        refused(edit, "0#0", "dtype", "expected torch.int64", "found torch.float32", module=Apply(torch.Tensor.long))
 
 
 def test_a_wrong_device_is_refused_with_expected_and_found() -> None:
@@ -596,9 +655,10 @@ def test_a_wrong_device_is_refused_with_expected_and_found() -> None:
 
 
 def test_a_wrong_structure_is_refused_with_expected_and_found() -> None:
-    refused(lambda v: (v, v), "0#0", "structure", "expected (2, 3)", "found ((2, 3), (2, 3))")
+    refused(lambda v: (v, v), "0#0", "structure", "expected Tensor (2, 3)", "found tuple ((2, 3), (2, 3))")
     refused(lambda v: "text", "0#0", "expected (2, 3)", "found 'text'")
-    refused(lambda v: v[0], "0#0", "structure", "expected ((2, 3), {", "found (2, 3)", module=Nested())
+    refused(lambda v: v[0], "0#0", "structure", "expected tuple ((2, 3), {", "found Tensor (2, 3)", module=Nested())
+    refused(lambda v: dict(zip("01", v, strict=True)), "0#0", "expected tuple", "found dict", module=Nested())
     refused(edits.at("1.deep.0", lambda v: v[:1]), "0#0", "expected (2, 3)", "found (1, 3)", module=Nested())
     refused(edits.at("1.deep.0", lambda v: 3), "0#0", "1.deep.0", "expected (2, 3)", "found 3", module=Nested())
 

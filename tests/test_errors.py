@@ -42,10 +42,10 @@ def test_every_error_is_also_the_builtin_that_a_caller_would_catch(error: type, 
     assert issubclass(error, errors.TorchHookError)
 
 
-def test_the_only_class_outside_the_error_tree_is_the_warning() -> None:
+def test_whatever_is_outside_the_error_tree_is_a_warning_for_users() -> None:
     outside = {c for c in error_classes() if not issubclass(c, errors.TorchHookError)}
-    assert outside == {errors.NeverRanWarning}
-    assert issubclass(errors.NeverRanWarning, UserWarning)
+    assert errors.NeverRanWarning in outside
+    assert all(issubclass(c, UserWarning) and c.__name__.endswith("Warning") for c in outside)
 
 
 def test_the_files_docstring_names_every_class_with_its_builtins() -> None:

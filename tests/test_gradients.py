@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
-from tests.models import tensors_in
-from tests.oracle import assert_same, snapshot
+from tests.models import Apply, small_gpt2, tensors_in
+from tests.oracle import assert_same, hooks_on, in_threads, snapshot
 from torchhook import edits
 from torchhook.errors import AmbiguousCallError, NeverRanError, NeverRanWarning, SelectorError, SessionError
 
@@ -174,23 +174,11 @@ def vit() -> tuple[nn.Module, dict[str, Any]]:
     return model, {"x": image(32)}
 
 
-def gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False)
-    ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(1))
-    return GPT2LMHeadModel(config), {"input_ids": ids}
-
-
-MODELS = [vgg11, resnet18, pytest.param(densenet121, marks=pytest.mark.slow), vit, gpt2]
+MODELS = [vgg11, resnet18, pytest.param(densenet121, marks=pytest.mark.slow), vit, small_gpt2]
 
 
 def score_of(output: Any) -> Tensor:
     return (output if isinstance(output, Tensor) else output.logits)[..., 3].sum()
-
-
-def everything(name: str, module: nn.Module) -> bool:
-    return True
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -207,13 +195,13 @@ def test_every_output_gradient_is_that_of_a_clone_in_an_out_of_place_twin(
     with out_of_place(model, monkeypatch), cloning(model) as held:
         expected = gradients_of(score_of(call()), held.outputs)
     torch.manual_seed(1)
-    with th.capture(model, everything, port="grad") as rec:
+    with th.capture(model, port="grad") as rec:
         score_of(call()).backward()
     compared = assert_gradients(rec, expected, "grad")
     assert compared >= 0.9 * len(held.outputs) > 20
 
 
-@pytest.mark.parametrize("build", [resnet18, gpt2])
+@pytest.mark.parametrize("build", [resnet18, small_gpt2])
 @pytest.mark.filterwarnings("ignore::torchhook.errors.NeverRanWarning")
 def test_every_input_gradient_is_that_of_a_clone_of_the_input(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -222,7 +210,7 @@ def test_every_input_gradient_is_that_of_a_clone_of_the_input(build: Any, monkey
     call = (lambda: model(*kwargs.values())) if "x" in kwargs else (lambda: model(**kwargs))
     with out_of_place(model, monkeypatch), cloning(model, inputs=True) as held:
         expected = gradients_of(score_of(call()), held.inputs)
-    with th.capture(model, everything, port="grad_input") as rec:
+    with th.capture(model, port="grad_input") as rec:
         score_of(call()).backward()
     assert assert_gradients(rec, expected, "grad_input") >= 0.9 * (len(held.inputs) - 2)
 
@@ -300,6 +288,17 @@ def test_accumulated_steps_are_calls(block: Block, x: Tensor) -> None:
         rec["b:grad"]
 
 
+def test_one_call_with_two_backward_passes_is_ambiguous_to_pick(block: Block, x: Tensor) -> None:
+    with th.capture(block, "a:grad") as rec:
+        y = block(x)
+        y.sum().backward(retain_graph=True)
+        (2 * y).sum().backward()
+    one, two = rec.all("a:grad")
+    torch.testing.assert_close(two, 2 * one)
+    with pytest.raises(AmbiguousCallError):
+        rec["a:grad", 0]
+
+
 def test_autograd_grad_is_seen_and_leaves_no_grad_behind(block: Block, x: Tensor) -> None:
     with cloning(block) as held:
         y = block(x)
@@ -352,9 +351,7 @@ def test_backward_in_another_thread_is_recorded(block: Block, x: Tensor) -> None
         y = block(x)
     expected = gradients_of(y.sum(), held.outputs)["a"][0][0]
     with th.capture(block, "a:grad") as rec:
-        thread = threading.Thread(target=block(x).sum().backward)
-        thread.start()
-        thread.join()
+        in_threads(block(x).sum().backward)
     torch.testing.assert_close(rec["a:grad"], expected)
 
 
@@ -369,11 +366,7 @@ def test_gradients_of_two_threads_do_not_mix() -> None:
                 torch.autograd.grad((model(torch.ones(1, 3)) * number).sum(), list(model.parameters()))
         found[number] = rec.all("1:grad")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[functools.partial(work, number) for number in (1, 2, 3)])
     for number, grads in found.items():
         assert len(grads) == 20
         assert all(torch.equal(grad, torch.full((1, 3), float(number))) for grad in grads)
@@ -422,7 +415,7 @@ def test_a_gradient_that_never_came_is_reported(block: Block, x: Tensor) -> None
 
 def test_a_gradient_of_a_module_that_did_not_run_is_reported(block: Block, x: Tensor) -> None:
     block.spare = nn.Linear(3, 3)
-    with pytest.warns(NeverRanWarning, match=r"'spare:grad': its module did not run"):
+    with pytest.warns(NeverRanWarning, match=r"'spare:grad': it did not run in the forward pass"):
         with th.capture(block, "spare:grad", "a"):
             block(x).sum().backward()
 
@@ -457,6 +450,65 @@ def test_a_module_that_runs_several_times_has_one_gradient_per_call(x: Tensor) -
         model(x).sum().backward()
     assert assert_gradients(rec, {name: expected[name] for name in ("lin", "act")}, "grad") == 6
     assert torch.equal(rec["lin:grad", 0], rec["lin#0:grad"])
+
+
+def test_a_call_whose_predecessors_got_no_gradient_is_not_reported(x: Tensor) -> None:
+    class LastOfThree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return [self.lin(x) for _ in range(3)][2]
+
+    model = LastOfThree()
+    with th.capture(model, "lin#2:grad") as rec:
+        model(x).sum().backward()
+    assert torch.equal(rec["lin#2:grad"], torch.ones(2, 3))
+    assert rec.missing == {}
+
+
+def test_the_gradient_of_a_module_that_returns_its_input_is_what_flows_through_it_alone(x: Tensor) -> None:
+    class Shortcut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.short = nn.Linear(3, 3), nn.Sequential()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.lin(x)
+            return self.short(y) * 2 + y * 3
+
+    model = Shortcut()
+    with th.capture(model, "short:grad", "lin:grad") as rec:
+        model(x).sum().backward()
+    assert torch.equal(rec["short:grad"], torch.full((2, 3), 2.0))
+    assert torch.equal(rec["lin:grad"], torch.full((2, 3), 5.0))
+
+
+def test_a_module_that_returns_its_parameter_has_one_gradient_per_call() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return self.factor
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale()
+
+    model = Scaled()
+    with th.capture(model, "scale:grad") as rec:
+        for k in range(4):
+            model(torch.full((3,), float(k))).sum().backward()
+    found = [(record.call, record.value.tolist()) for record in rec.records("scale:grad")]
+    assert found == [(k, [float(k)] * 3) for k in range(4)]
+    assert not model.scale.factor._backward_hooks
 
 
 class Many(nn.Module):
@@ -595,6 +647,65 @@ def test_grad_input_of_a_module_that_works_in_place(x: Tensor) -> None:
     torch.testing.assert_close(rec["1:grad_input"], after * mask)
 
 
+def test_grad_input_of_a_module_that_works_in_place_on_a_keyword_argument(x: Tensor) -> None:
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.relu = nn.Linear(3, 3), Apply(lambda x, other: x.relu_())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(x=self.lin(x), other=x) * 2
+
+    model = Keyword()
+    mask = (model.lin(x) > 0).float()
+    with th.capture(model, "relu:grad_input") as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(rec["relu:grad_input"].kwargs["x"], 2 * mask)
+
+
+def test_grad_input_of_a_module_that_works_in_place_after_a_call_that_raised(x: Tensor) -> None:
+    class Retries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.relu = nn.Linear(3, 3), Apply(self.in_place)
+            self.errors = [ValueError()]
+
+        def in_place(self, x: Tensor) -> Tensor:
+            if self.errors:
+                raise self.errors.pop()
+            return x.relu_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ValueError):
+                self.relu(self.lin(x))
+            return self.relu(self.lin(x))
+
+    model = Retries()
+    mask = (model.lin(x) > 0).float()
+    with th.capture(model, "relu:grad_input") as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(rec["relu:grad_input"], mask)
+
+
+@pytest.mark.xfail(reason="after a write in place, all that flows into the tensor is one gradient")
+def test_grad_input_of_a_module_that_works_in_place_on_what_others_have_read(x: Tensor) -> None:
+    class ReadBefore(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.relu = nn.Linear(3, 3), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.lin(x)
+            read = y * 5
+            return self.relu(y) * 2 + read
+
+    model = ReadBefore()
+    mask = (model.lin(x) > 0).float()
+    with th.capture(model, "relu:grad_input") as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(rec["relu:grad_input"], 2 * mask)
+
+
 def test_grad_input_of_the_model_is_the_gradient_of_its_input(block: Block, x: Tensor) -> None:
     leaf = x.clone().requires_grad_()
     with th.capture(block, ":grad_input") as rec:
@@ -633,7 +744,7 @@ def test_grad_input_changes_nothing_that_the_model_computes(block: Block, x: Ten
     plain.sum().backward()
     grads = [p.grad.clone() for p in block.parameters() if p.grad is not None]
     block.zero_grad()
-    with th.capture(block, everything, port="grad_input") as rec:
+    with th.capture(block, port="grad_input") as rec:
         y = block(leaf)
         y.sum().backward()
     assert torch.equal(y, plain)
@@ -729,6 +840,34 @@ def test_a_glob_takes_the_gradients_of_all_weights(block: Block, x: Tensor) -> N
     assert torch.equal(rec["b.weight:grad"], block.b.weight.grad)
 
 
+def test_a_glob_leaves_out_biases_that_are_none(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+    with th.capture(model, "**.bias:grad") as rec:
+        model(x).sum().backward()
+    assert rec.keys() == ["1.bias:grad"]
+    assert torch.equal(rec["1.bias:grad"], torch.full((3,), 2.0))
+
+
+def test_a_glob_over_weights_reports_those_that_are_frozen(x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    with pytest.warns(NeverRanWarning, match=r"'0.weight:grad': it does not require a gradient"):
+        with th.capture(model, "**.weight:grad") as rec:
+            model(x).sum().backward()
+    assert rec.keys() == ["1.weight:grad"]
+    assert torch.equal(rec["1.weight:grad"], model[1].weight.grad)
+
+
+def test_a_glob_over_weights_goes_together_with_parametrized_ones(x: Tensor) -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+    with th.capture(model, "**.weight:grad") as rec:
+        model(x).sum().backward()
+    assert torch.equal(rec["1.weight:grad"], model[1].weight.grad)
+    # The parametrization is a module, and what it returns is the weight.
+    through = torch.ones(2, 3) @ model[1].weight.detach()
+    torch.testing.assert_close(rec["0.parametrizations.weight:grad"], through.T @ x)
+
+
 def test_a_parameter_gradient_is_the_new_one_not_the_accumulated_one(block: Block, x: Tensor) -> None:
     block(x).sum().backward()
     first = block.a.weight.grad.clone()
@@ -740,13 +879,13 @@ def test_a_parameter_gradient_is_the_new_one_not_the_accumulated_one(block: Bloc
 
 def test_tied_weights_have_one_gradient_under_both_names() -> None:
     torch.manual_seed(0)
-    model, kwargs = gpt2()
-    model.eval()
+    model, kwargs = small_gpt2()
     assert model.lm_head.weight is model.transformer.wte.weight
     with th.capture(model, "lm_head.weight:grad", "transformer.wte.weight:grad") as rec:
         score_of(model(**kwargs)).backward()
     assert torch.equal(rec["lm_head.weight:grad"], model.lm_head.weight.grad)
     assert torch.equal(rec["transformer.wte.weight:grad"], model.lm_head.weight.grad)
+    assert len(rec) == 1
 
 
 def test_buffers_are_addresses_and_have_no_gradient(x: Tensor) -> None:
@@ -755,18 +894,18 @@ def test_buffers_are_addresses_and_have_no_gradient(x: Tensor) -> None:
         model(x)
     assert torch.equal(rec["1.running_mean"], torch.zeros(3))
     assert not torch.equal(model[1].running_mean, torch.zeros(3))
-    with pytest.raises(SelectorError, match=r"'1.running_mean'.*does not require a gradient"):
+    with pytest.raises(SelectorError, match=r"'1.running_mean' is a buffer, which has no gradient"):
         th.capture(model, "1.running_mean:grad")
 
 
 def test_a_parameter_has_no_inputs(block: Block) -> None:
-    with pytest.raises(SelectorError, match="has no inputs"):
+    with pytest.raises(SelectorError, match="without inputs"):
         th.capture(block, "a.weight:grad_input")
 
 
 def test_a_parameter_that_got_no_gradient_is_reported(block: Block, x: Tensor) -> None:
     block.spare = nn.Linear(3, 3)
-    with pytest.warns(NeverRanWarning, match=r"'spare.weight:grad': no gradient of it was computed"):
+    with pytest.warns(NeverRanWarning, match=r"'spare.weight:grad': no gradient reached it: call backward"):
         with th.capture(block, "spare.weight:grad"):
             block(x).sum().backward()
 
@@ -810,7 +949,7 @@ def test_a_session_that_is_dropped_takes_its_gradient_hooks_with_it(block: Block
     del session
     assert not leaf._backward_hooks
     assert not block.a.weight._backward_hooks
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in block.modules())
+    assert not hooks_on(block)
     y.sum().backward()
     assert len(recording) == 0
 
@@ -898,7 +1037,7 @@ def test_the_gradients_of_any_small_network_follow_the_chain_rule(
         grads.insert(0, grad)
 
     leaf = x.clone().requires_grad_()
-    with th.capture(model, everything, [f"{k}:grad_input" for k in range(len(layers))], port="grad") as rec:
+    with th.capture(model, "**", [f"{k}:grad_input" for k in range(len(layers))], port="grad") as rec:
         (model(leaf) * weight).sum().backward()
     for k in range(len(layers)):
         torch.testing.assert_close(rec[f"{k}:grad"], grads[k + 1], rtol=0, atol=1e-12)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.oracle import in_threads, stance
 from torchhook import hooks
 from torchhook.gradients import GradTap
 from torchhook.hooks import (
@@ -59,10 +60,7 @@ def test_scopes_are_entered_and_left_in_any_order() -> None:
 
 
 def test_a_scope_is_not_seen_in_another_thread_and_is_seen_in_a_copied_context(scope: Scope) -> None:
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(scope in hooks._active.get()))
-    thread.start()
-    thread.join()
+    seen = in_threads(lambda: scope in hooks._active.get())
     contextvars.copy_context().run(lambda: seen.append(scope in hooks._active.get()))
     assert seen == [False, True]
 
@@ -120,9 +118,7 @@ def test_a_call_from_outside_the_scope_is_only_counted(kind: Any) -> None:
 @pytest.mark.parametrize("kind", [OutputTap, InputTap])
 def test_a_tap_without_a_scope_takes_every_call(kind: Any) -> None:
     tap = kind("here", None)
-    thread = threading.Thread(target=tap, args=(nn.Identity(), (1,), {}))
-    thread.start()
-    thread.join()
+    in_threads(lambda: tap(nn.Identity(), (1,), {}))
     assert (tap.ran, tap.elsewhere) == (1, 0)
 
 
@@ -368,6 +364,15 @@ def test_an_attachment_undoes_everything_in_reverse_and_only_once() -> None:
     assert undone == [2, 1, 0]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_attachment_leaves_out_torchscript_which_takes_no_hooks(scope: Scope) -> None:
+    scripted, attachment = torch.jit.script(nn.ReLU()), Attachment()
+    for tap in (OutputTap("out", scope), InputTap("in", scope), EnterTap(print), LeaveTap(print)):
+        attachment.attach(tap, scripted)
+    assert scripted(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    attachment.remove()
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_an_interrupt_while_removing_lets_the_rest_go_first(at: int) -> None:
     attachment, undone = Attachment(), set()
@@ -401,12 +406,6 @@ def test_one_that_cannot_be_undone_does_not_keep_the_others() -> None:
 # -- the stance of the compiler ---------------------------------------------------------------
 
 
-def stance() -> str:
-    import torch._dynamo
-
-    return torch._dynamo.eval_frame._stance.stance
-
-
 def test_the_first_one_in_forces_eager_and_the_last_one_out_restores_it() -> None:
     assert stance() == "default"
     first, second = hooks.eager_stance.hold(), hooks.eager_stance.hold()
@@ -433,11 +432,7 @@ def test_holders_in_many_threads_are_counted() -> None:
             release()
             meet.wait(30)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 4)
     assert hooks.eager_stance._holders == 0
     assert stance() == "default"
 

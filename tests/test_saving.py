@@ -372,6 +372,15 @@ def test_the_file_says_which_versions_wrote_it(tmp_path: Path) -> None:
     assert set(versions) >= {"torchhook", "torch", "python"}
 
 
+def test_the_document_is_json_that_any_language_reads(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = saving.save(tmp_path / "a", [math.nan, math.inf, complex(-math.inf, math.nan), [-math.inf]], {})
+    _, metadata = safefile.read(path)
+    assert json.loads(metadata["recording"], parse_constant=refuse)["about"] == {}
+
+
 def written(path: Path, tensors: dict[str, Tensor] | None = None, **metadata: str) -> Path:
     about = {"format": saving.FORMAT, "version": "1", "recording": '{"values": [], "about": {}}', **metadata}
     return safefile.write(path, tensors or {}, about)

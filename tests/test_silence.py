@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.oracle import in_threads, warned
 from torchhook.errors import NeverRanError, NeverRanWarning
 
 
@@ -33,13 +32,6 @@ class Branches(nn.Module):
 
 
 X = torch.ones(2, 4)
-
-
-@contextlib.contextmanager
-def warned() -> Iterator[list[warnings.WarningMessage]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
 
 
 def silence(model: nn.Module, *selectors: Any, run: Callable[[nn.Module], Any] | None = None, **options: Any) -> str:
@@ -78,9 +70,7 @@ def test_it_ran_in_another_thread() -> None:
     def times(n: int) -> Callable[[nn.Module], None]:
         def run(model: nn.Module) -> None:
             for _ in range(n):
-                thread = threading.Thread(target=model, args=(X,))
-                thread.start()
-                thread.join()
+                in_threads(lambda: model(X))
 
         return run
 
@@ -161,8 +151,10 @@ def test_an_encoder_layer_that_did_not_run_is_not_said_to_have_taken_its_fused_p
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hooks_never_fire_inside_a_scripted_module() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
-    assert "TorchScript" in silence(model, "1.0")
-    assert "TorchScript" in silence(model, "**")
+    cause = "it is TorchScript, which takes no hooks: use the module it was made from."
+    for selector in ("1.0", "1", "1:input", "1.0.weight", "**"):
+        assert silence(model, selector) == cause
+    assert silence(model[1], "") == cause
 
 
 def test_the_part_that_holds_it_did_not_run_either() -> None:
@@ -183,8 +175,9 @@ def test_the_model_ran_no_such_operation() -> None:
     assert "'called' ran no 'relu'. " in silence(Branches(), "called/relu")
 
 
-def test_a_part_that_was_called_by_itself_is_not_nothing() -> None:
-    assert not silence(Branches(), "other.0", run=lambda m: m.called(X)).startswith("nothing ran")
+def test_a_part_that_was_called_by_itself_is_no_call_of_the_model() -> None:
+    cause = "the model was not called while the session was open: call it (not model.forward) inside the block."
+    assert silence(Branches(), "other.0", run=lambda m: m.called(X)) == cause
 
 
 def test_its_module_did_not_run() -> None:
@@ -210,6 +203,22 @@ def test_no_backward_pass_reached_it() -> None:
         model.other(X).sum().backward()
 
     assert silence(Branches(), "called:grad", run=elsewhere) == cause
+
+
+def test_gradients_arrived_for_other_calls() -> None:
+    def second_only(model: Branches) -> None:
+        model.called(X)
+        model.called(X).sum().backward()
+
+    cause = "gradients arrived for other calls, but not for call 0."
+    assert silence(Branches(), "called#0:grad", run=second_only) == cause
+
+
+def test_a_parameter_is_frozen() -> None:
+    model = Branches()
+    model.called.requires_grad_(False)
+    cause = silence(model, "called.weight:grad", run=lambda m: m(X).sum().backward())
+    assert cause == "it does not require a gradient."
 
 
 def test_no_gradient_of_a_parameter_was_computed() -> None:
@@ -288,10 +297,10 @@ def test_a_long_warning_is_cut_and_says_where_the_rest_is() -> None:
     with warned() as caught, th.capture(model) as rec:
         pass
     lines = str(caught[0].message).splitlines()
-    assert lines[0] == "14 selected sites never ran:"
+    assert lines[0] == "15 selected sites never ran:"  # the model itself is one
     assert len(lines) == 12
-    assert lines[-1] == "  … and 4 more: see rec.missing"
-    assert len(rec.missing) == 14
+    assert lines[-1] == "  … and 5 more: see rec.missing"
+    assert len(rec.missing) == 15
 
 
 def test_the_model_itself_has_a_name_in_the_report() -> None:

@@ -8,9 +8,12 @@ TorchHookError
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
+├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
+GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
+TrainingWarning          (UserWarning)                 a watched training run looks wrong
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import difflib
 import importlib
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 
 class TorchHookError(Exception):
@@ -60,12 +64,31 @@ class SessionError(TorchHookError, RuntimeError):
     """A session was used in a way it does not allow."""
 
 
+class GuardError(TorchHookError, FloatingPointError):
+    """A guarded model made a NaN or Inf; ``finding``, a ``torchhook.Finding``, says where and from what."""
+
+    def __init__(self, finding: Any) -> None:  # not its type: errors import nothing of the library
+        super().__init__(str(finding))
+        self.finding = finding
+
+    def __reduce__(self) -> Any:  # an exception is pickled by its message, which is not what this one is made from
+        return GuardError, (self.finding,)
+
+
 class MissingExtraError(TorchHookError, ImportError):
     """An optional package is not installed."""
 
 
 class NeverRanWarning(UserWarning):
     """Sites that were selected and never ran, with the likely cause of each."""
+
+
+class GuardWarning(UserWarning):
+    """A guarded model made a NaN or Inf, and ``guard(action="warn")`` let it go on."""
+
+
+class TrainingWarning(UserWarning):
+    """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:

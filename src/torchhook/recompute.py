@@ -7,8 +7,8 @@ an object of ``torch.utils.checkpoint`` that is the same in the first run and in
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _saved_tensor_hooks: Callable[[bool], Any] = getattr(
     getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
 )
 _REMEMBERED = 1024  # segments whose backward pass may still come
+_MARK = "_torchhook_segment"  # on an object that goes with the graph: its id may be used again
+_tokens = count()
 
 
 class Segments:
@@ -29,7 +31,7 @@ class Segments:
     __slots__ = ("_again", "_calls")
 
     def __init__(self) -> None:
-        self._calls: OrderedDict[int, list[int]] = OrderedDict()
+        self._calls: dict[int, list[int]] = {}
         self._again: tuple[int | None, int, int] = (None, -1, 0)
 
     def note(self, call: int) -> None:
@@ -37,24 +39,24 @@ class Segments:
         # Every checkpoint runs without gradients, or with hooks on what autograd saves.
         if torch.is_grad_enabled() and _saved_tensor_hooks(True) is None:
             return
-        token = _segment()
-        if token is None:
+        segment = _segment()
+        if segment is None:
             return
-        known = self._calls.get(token)
-        if known and known[-1] == call - 1:
-            known.append(call)
-        else:  # a new segment, perhaps where an old one was in memory
-            self._calls[token] = [call]
-            if len(self._calls) > _REMEMBERED:
-                self._calls.popitem(last=False)
+        token = getattr(segment, _MARK, None)
+        if token is None:
+            token = next(_tokens)
+            setattr(segment, _MARK, token)
+        if token not in self._calls and len(self._calls) >= _REMEMBERED:
+            del self._calls[next(iter(self._calls))]
+        self._calls.setdefault(token, []).append(call)
 
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
-        return bool(self._calls) and _segment() in self._calls
+        return bool(self._calls) and getattr(_segment(), _MARK, None) in self._calls
 
     def call_again(self, ran: int) -> int:
         """The index that a recomputed call had the first time."""
-        token, task = _segment(), graph_task()
+        token, task = getattr(_segment(), _MARK, None), graph_task()
         known = None if token is None else self._calls.get(token)
         key = ran if known is None or token is None else token
         before, before_task, position = self._again
@@ -75,8 +77,8 @@ def in_bare_segment() -> bool:
     return False
 
 
-def _segment() -> int | None:
-    """The identity of the checkpointed segment around the running code."""
+def _segment() -> Any:
+    """The checkpointed segment around the running code, as torch's own object for it."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         if frame.f_globals is vars(checkpoint):
@@ -84,10 +86,10 @@ def _segment() -> int | None:
             if name == "checkpoint" and "gen" in known:  # first run
                 inner = getattr(known["gen"], "gi_frame", None)
                 if inner is not None and "new_frame" in inner.f_locals:
-                    return id(inner.f_locals["new_frame"])
+                    return inner.f_locals["new_frame"]
             if name == "unpack_hook" and "frame" in known:  # recomputed
-                return id(known["frame"])
+                return known["frame"]
             if name in ("forward", "backward") and "ctx" in known:  # reentrant, both times
-                return id(known["ctx"])
+                return known["ctx"]
         frame = frame.f_back
     return None

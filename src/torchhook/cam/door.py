@@ -160,9 +160,7 @@ class _Seen:
     _gradients = False
 
 
-def _look(
-    model: nn.Module, index: Index, target: Target, shown: Subject, goal: Goal, gradients: bool
-) -> _Seen:
+def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: Goal, gradients: bool) -> _Seen:
     seen = _Seen(target, len(shown.size))
     seen._gradients = gradients
     session = Session(model, index=index, warn=False)
@@ -186,9 +184,7 @@ def _look(
 def _gradient(seen: _Seen) -> Tensor:
     gradient: Tensor | None = None
     if seen.scores.requires_grad:
-        (gradient,) = torch.autograd.grad(
-            seen.scores, seen.activation, torch.ones_like(seen.scores), allow_unused=True
-        )
+        (gradient,) = torch.autograd.grad(seen.scores, seen.activation, torch.ones_like(seen.scores), allow_unused=True)
     if gradient is None:
         raise SelectorError(
             f"layer {str(seen.target.site)!r}: the score does not depend on it by any way that autograd can follow. "

@@ -102,8 +102,9 @@ def _readings(
     if len(shape) == len(size) + 2 and shape[0] == examples:
         for order, layout in enumerate((Layout("channels_first", shape[2:]), Layout("channels_last", shape[1:-1]))):
             uneven = _unevenness(layout.grid, size)
-            if layout.grid == grid or (grid is None and uneven <= _UNEVEN):
-                yield (0 if layout.grid in seen else 1, round(uneven, 2), order), layout
+            known = layout.grid in seen
+            if layout.grid == grid or (grid is None and (known or uneven <= _UNEVEN)):
+                yield (not known, round(min(uneven, _UNEVEN), 2), order), layout
     if len(shape) == 3 and (len(size) > 1 or grid is not None):
         for batch, tokens in ((0, shape[1]), (1, shape[0])):
             if shape[batch] != examples:
@@ -119,13 +120,14 @@ def _grids(
     """Grids that so many tokens may stand for, the likeliest first."""
 
     def fits(candidate: tuple[int, ...]) -> bool:
-        return 1 < math.prod(candidate) and 0 <= tokens - math.prod(candidate) <= _MOST_PREFIX
+        return math.prod(candidate) > 1 and 0 <= tokens - math.prod(candidate) <= _MOST_PREFIX
 
     if grid is not None:
-        if 0 <= tokens - math.prod(grid):
+        if math.prod(grid) <= tokens:
             yield grid
         return
-    halved = [tuple(-(-side // 2**k) for side in one) for k in range(6) for one in dict.fromkeys(seen)]
+    yield from (one for one in seen if len(one) == len(size) and fits(one))
+    halved = [tuple(-(-side // 2**k) for side in one) for k in range(1, 6) for one in seen]
     yield from (one for one in halved if len(one) == len(size) and fits(one) and _unevenness(one, size) <= _UNEVEN)
     for prefix in range(min(_MOST_PREFIX, tokens) + 1):
         scale = (math.prod(size) / max(tokens - prefix, 1)) ** (1 / len(size))

@@ -52,7 +52,8 @@ def eigencam(activations: Tensor) -> Tensor:
     projection = (columns @ directions[:, :1].transpose(1, 2)).squeeze(-1)
     # The sign of a singular vector means nothing: take the one that most of the map is positive with.
     sign = torch.where(projection.sum(1, keepdim=True) < 0, -1.0, 1.0)
-    return (projection * sign).reshape(activations.shape[0], *activations.shape[2:])
+    component: Tensor = (projection * sign).reshape(activations.shape[0], *activations.shape[2:])
+    return component
 
 
 def scorecam_weights(scores: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,8 @@ def ablation_weights(
         session = Session(model, index=index, warn=False)
         session.edit(target, edit)
         with session:
-            return score(running.call(model, subject.copies(example, len(channels))), example)
+            output = running.call(model, subject.copies(example, len(channels)))
+        return score(output, example)
 
     before = before[:, None].cpu()
     scores = chunks.run(trial, maps, before.expand(maps.shape[:2]).clone())
@@ -84,11 +85,7 @@ class Chunks:
         todo = [(example, strength[example].topk(kept).indices.sort().values) for example in range(len(maps))]
         with torch.no_grad(), tqdm(total=kept * len(maps), desc="channels", disable=not self._progress) as bar:
             for example, channels in todo:
-                for some in _split(channels, self._size):
+                for some in channels.split(self._size):
                     scores[example, some.cpu()] = trial(example, some).to(scores)
                     bar.update(len(some))
         return scores
-
-
-def _split(channels: Tensor, size: int) -> Iterator[Tensor]:
-    yield from channels.split(size)

@@ -73,7 +73,7 @@ class FeatureDataset(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """What a ``DataLoader`` asks for: the rows of a batch, read at once."""
         rows = self._numbers(indices)
-        columns = [_unbound(values[rows]) for values in self.layers.values()]
+        columns = [_unbound(values.take(rows)) for values in self.layers.values()]
         extras = [_unbound(extra) for extra in self._extras(rows)]
         if self.single and self.transform is None:
             return list(zip(columns[0], *extras, strict=True)) if extras else list(columns[0])
@@ -106,7 +106,9 @@ class FeatureDataset(Dataset[Any]):
             index = range(*index.indices(len(self)))
         chosen: list[int] = index if isinstance(index, list) else torch.as_tensor(index).tolist()
         if self.rows is not None:
-            chosen = self.rows[chosen].tolist()
+            return self.rows[chosen].tolist()
+        if chosen and not (min(chosen) >= 0 and max(chosen) < len(self)):
+            return [range(len(self))[i] for i in chosen]
         return chosen
 
     def _shaped(self, values: Sequence[Any], extras: Sequence[Any]) -> Any:

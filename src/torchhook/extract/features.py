@@ -15,14 +15,12 @@ from torchhook.extract import export, index, plan, shards
 from torchhook.extract.dataset import FeatureDataset
 from torchhook.extract.errors import BrokenShardError, IncompleteStoreError
 from torchhook.extract.places import place
-from torchhook.extract.plan import Plan
+from torchhook.extract.plan import IDS, LABELS, Plan
 from torchhook.extract.reading import Shelf, fits_in_memory
 from torchhook.extract.statistics import Statistics, statistics
 from torchhook.extract.values import Values
 from torchhook.extract.verify import Report, verify
 from torchhook.tables import Table, size
-
-IDS, LABELS = ":ids", ":labels"
 
 
 def open_features(path: str | os.PathLike[str], *, incomplete: bool = False, access: str = "auto") -> Features:

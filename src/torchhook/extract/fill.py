@@ -12,12 +12,12 @@ from torch import Tensor
 from torchhook.extract import inputs
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.forward import parts
-from torchhook.extract.plan import Column
+from torchhook.extract.plan import IDS, LABELS, Column
 from torchhook.extract.slabs import HostCopies, Ragged, Slab
 from torchhook.safefile import DTYPES
 from torchhook.transforms import Rows
 
-IDS, LABELS = ":ids", ":labels"
+_PLAIN = torch.contiguous_format
 
 
 class Piece(NamedTuple):
@@ -152,7 +152,7 @@ class Fill:
                     + _RAGGED_HINT
                 )
             # The next layer may overwrite the value before the transfer has read it; a copy on the device costs little.
-            safe = value.to(column.dtype, copy=True) if value.is_cuda else value
+            safe = value.to(column.dtype, copy=True, memory_format=_PLAIN) if value.is_cuda else value
             for slab, at, low, high in self.into:
                 slab.columns[column.name].put(at, safe[low:high], self.copies)  # type: ignore[call-arg]
             return

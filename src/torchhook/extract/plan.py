@@ -20,6 +20,7 @@ from torchhook.extract.places import Place
 from torchhook.safefile import DTYPES
 
 NAME = "store.json"
+IDS, LABELS = ":ids", ":labels"  # no address of a layer: these are no ports
 _FORMAT = "torchhook-features"
 _COMPARED = {
     "layers": "layers",

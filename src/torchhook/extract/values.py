@@ -61,11 +61,11 @@ class Values:
             return tensor[at].clone() if tensor is not None else self._one(shard, at)
         if isinstance(key, slice):
             first, last, step = key.indices(self._rows)
-            return self._span(first, max(first, last)) if step == 1 else self._gather(list(range(first, last, step)))
+            return self._span(first, max(first, last)) if step == 1 else self.take(list(range(first, last, step)))
         if isinstance(key, Tensor):
             key = key.cpu().numpy()
         if isinstance(key, (list, tuple, range)) or (isinstance(key, np.ndarray) and key.ndim):
-            return self._gather(self._numbers(np.asarray(key)))
+            return self.take(self._numbers(np.asarray(key)))
         (row,) = self._numbers(np.asarray([key]))
         return self._one(*divmod(row, self._per_shard))
 
@@ -135,21 +135,20 @@ class Values:
             start = shard * self._per_shard
             yield shard, max(0, first - start), min(self._per_shard, last - start)
 
-    def _gather(self, rows: list[int]) -> Any:
+    def take(self, rows: list[int]) -> Any:
+        """Rows by number, without the checks of an index: for numbers that are known to be right."""
         if self.column.ragged:
             return [self._one(*divmod(row, self._per_shard)) for row in rows]
         if not rows:
             return torch.empty((0, *self.column.shape), dtype=self.dtype)
         if not self._shelf.mapped:
             return self._gather_ranges(rows)
-        views = []
+        per_shard, known, views = self._per_shard, self._tensors, []
         for row in rows:
-            shard, at = divmod(row, self._per_shard)
-            tensor = self._tensors.get(shard)
-            if tensor is None:
+            shard = row // per_shard
+            if shard not in known:
                 self._shard(shard)
-                tensor = self._tensors[shard]
-            views.append(tensor[at])
+            views.append(known[shard][row - shard * per_shard])
         return torch.stack(views)
 
     def _gather_ranges(self, rows: list[int]) -> Tensor:

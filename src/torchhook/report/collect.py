@@ -58,7 +58,9 @@ def collect(
     index = Index(model)
     lazy = [name for name, (m, own) in index.tensors.items() if torch.nn.parameter.is_lazy(getattr(m, own))]
     if lazy:
-        raise ValueError(f"{lazy[0]!r} has no shape yet: call the model once before its report, so that this stays so.")
+        raise ValueError(
+            f"{lazy[0]!r} has no shape yet, and a report leaves it so: call the model once yourself first."
+        )
     given = running.arguments(x)
     layers, numbers_of = _layers(index)
     view = _View(len(layers), shown.image_tensor(given) is not None)

@@ -98,7 +98,7 @@ def heads(weights: Tensor, side: int, number: int = 16) -> Sprite:
 def heat(map_: Tensor, width: int, height: int) -> str:
     """One map over an image: clear where it is low, warm where it is high."""
     pillow = require("PIL.Image", "report")
-    large = F.interpolate(map_[None, None].float().cpu(), (height, width), mode="bicubic", align_corners=False)[0]
+    large = F.interpolate(map_[None, None].float().cpu(), (height, width), mode="bilinear", align_corners=False)[0]
     level = levels(large)[0]
     alpha = level.float().div(_LEVELS).clamp(0, 1).sqrt().mul(255).byte()
     pixels = torch.cat([colours(_MAGMA)[level.long()], alpha[..., None]], -1)

@@ -53,7 +53,9 @@ def logits_of(output: Any) -> Tensor | None:
     """Rows of class scores, if that is what the output is; those of the last token for a language model."""
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     found = named if isinstance(named, Tensor) else output
-    if not isinstance(found, Tensor) or not found.is_floating_point() or not found.numel() or found.shape[-1] < 2:
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.is_meta or found.dim() not in (2, 3):
+        return None
+    if not found.numel() or found.shape[-1] < 2:
         return None
     if isinstance(named, Tensor) and found.dim() == 3:
         return found[:, -1]

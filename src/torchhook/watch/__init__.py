@@ -1,6 +1,7 @@
 """Statistics while training: ``watch``."""
 
-from torchhook.watch.alarms import Alarm, Alarms, TrainingWarning
+from torchhook.errors import TrainingWarning
+from torchhook.watch.alarms import Alarm, Alarms
 from torchhook.watch.engine import Snapshot
 from torchhook.watch.statistics import DEFAULT, STATISTICS, Histogram
 from torchhook.watch.watcher import Watch, watch

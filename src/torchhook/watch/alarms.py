@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from torchhook.errors import TrainingWarning
+
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
 _RECTIFYING = frozenset({"relu", "relu_", "relu6"})
-
-
-class TrainingWarning(UserWarning):
-    """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
 class Alarm(NamedTuple):

@@ -1,0 +1,5 @@
+"""The command ``torchhook``."""
+
+from torchhook.cli.app import app, main
+
+__all__ = ["app", "main"]

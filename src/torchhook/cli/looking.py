@@ -1,0 +1,216 @@
+"""``layers``, ``run``, ``report`` and ``diff``: one model, one input."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from torchhook.capture import Stopped
+from torchhook.capture import run as run_once
+from torchhook.cli import inputs, models, options, show
+from torchhook.cli.trouble import Trouble
+from torchhook.compare import Diff
+from torchhook.diff import diff as compare
+from torchhook.errors import RecordingFileError
+from torchhook.layers import layers as list_layers
+from torchhook.records import Recording
+from torchhook.records import load as load_recording
+from torchhook.report import report as write_report
+from torchhook.running import arguments
+from torchhook.tree import describe
+
+
+def layers(
+    model: options.Model,
+    depth: Annotated[int | None, typer.Option(help="Levels below the model; all of them if left out.")] = None,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """List the layers of a model; with an input, their output shapes too.
+
+    [bold]Examples[/bold]
+
+      torchhook layers torchvision:resnet18 --depth 2
+
+      torchhook layers timm:vit_tiny_patch16_224 --shape 1x3x224x224
+
+      torchhook layers mypackage.nets:build --json | jq '.[].name'
+    """
+    net = _model(model, weights, allow_pickle, pretrained, device)
+    wanted = inputs.Options(file, text, shape)
+    given = inputs.load(wanted, net, model).x if wanted.given else None
+    with show.status(f"looking at {model}"):
+        found = list_layers(net, depth, inputs=given)
+    if json:
+        show.as_json([layer._asdict() for layer in found])
+    else:
+        show.table(found.table())
+
+
+def run(
+    model: options.Model,
+    capture: options.Layers = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the recording as .safetensors.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the forward pass at the last captured site.")] = False,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Run a model once and record what passes the layers.
+
+    [bold]Examples[/bold]
+
+      torchhook run torchvision:resnet18 -l 'layer*' -l fc:input --input cat.jpg -o cat.safetensors
+
+      torchhook run timm:vit_tiny_patch16_224 -l 'blocks.*.attn' --shape 1x3x224x224 --json
+    """
+    net = _model(model, weights, allow_pickle, pretrained, device)
+    args, kwargs = arguments(inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model).x)
+    with show.status(f"running {model}"), torch.no_grad():
+        output, recording = run_once(net, *args, capture=capture, stop=stop, kwargs=kwargs, device="cpu")
+    saved = None if out is None else recording.save(out)
+    if json:
+        records = [
+            {"site": str(r.site), "call": r.call, "shape": r.shape, "dtype": r.dtype, "bytes": r.nbytes}
+            for r in recording.records()
+        ]
+        shown = None if isinstance(output, Stopped) else describe(output)
+        show.as_json({"output": shown, "records": records, "never_ran": recording.missing, "saved": saved})
+        return
+    show.table(recording.summary())
+    if saved is not None:
+        show.say(f"saved to {saved}; th.load({str(saved)!r}) opens it.")
+
+
+def report(
+    model: options.Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    target: Annotated[int | None, typer.Option(help="The class to explain; the most likely if left out.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="Class names, one on a line.")] = None,
+    title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
+    cam: Annotated[str, typer.Option(help="The method of the class activation map, or 'none'.")] = "gradcam",
+    gradients: Annotated[bool, typer.Option(help="Take gradients of the target's score.")] = True,
+    attention: Annotated[bool, typer.Option(help="Show attention maps.")] = True,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Write a page about one run: layers, statistics, feature maps, gradients, attention, what looks wrong.
+
+    [bold]Examples[/bold]
+
+      torchhook report torchhook.demo:efficientnet_lite0 --input cat.jpg --mean 0.5 --std 0.5
+
+      torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
+    """
+    net = _model(model, weights, allow_pickle, pretrained, device)
+    given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
+    with show.status(f"running {model}"):
+        path = write_report(
+            net,
+            given.x,
+            out,
+            target=target,
+            tokens=given.tokens,
+            classes=None if classes is None else models.read_classes(classes),
+            title=title or model.rpartition(":")[2],
+            gradients=gradients,
+            attention=attention,
+            cam=None if cam == "none" else cam,
+        )
+    if json:
+        show.as_json({"path": path, "bytes": path.stat().st_size})
+    else:
+        print(path)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recording (.safetensors), or a model.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
+    sites: options.Layers = None,
+    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights of A.", rich_help_panel="Model")] = None,
+    weights_b: Annotated[Path | None, typer.Option(help="Weights of B.", rich_help_panel="Model")] = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Compare two recordings, or two models on one input, and say where they first part.
+
+    The exit code is 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
+
+    [bold]Examples[/bold]
+
+      torchhook diff before.safetensors after.safetensors
+
+      torchhook diff timm:resnet18 torchvision:resnet18 --shape 1x3x224x224
+    """
+    files = [side.endswith(".safetensors") for side in (a, b)]
+    if all(files):
+        found = compare(_recording(a), _recording(b), rtol=rtol, atol=atol)
+    elif any(files):
+        raise Trouble(
+            "diff compares two recordings or two models: save a recording of the model first, with run --out."
+        )
+    else:
+        left = _model(a, weights, allow_pickle, pretrained, device)
+        right = _model(b, weights_b, allow_pickle, pretrained, device)
+        given = inputs.load(inputs.Options(file, text, shape), left, a)
+        with show.status("running both"):
+            found = compare(left, right, given.x, sites=sites, rtol=rtol, atol=atol)
+    _show_diff(found, json)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _show_diff(found: Diff, json: bool) -> None:
+    if json:
+        first = None if found.first is None else found.first.site
+        show.as_json({"same": found.ok, "first": first, "rows": [dataclasses.asdict(row) for row in found]})
+    else:
+        show.table(found.table())
+
+
+def _recording(path: str) -> Recording:
+    try:
+        return load_recording(path)
+    except FileNotFoundError:
+        raise Trouble(f"no recording {path}.") from None
+    except RecordingFileError as error:
+        raise Trouble(str(error)) from error
+
+
+def _model(name: str, weights: Any, allow_pickle: bool, pretrained: bool, device: str) -> nn.Module:
+    with show.status(f"loading {name}"):
+        return models.load(name, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)

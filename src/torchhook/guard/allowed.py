@@ -1,0 +1,51 @@
+"""Infinities that are there on purpose: masks, and what becomes of them on the way to a softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from torchhook.guard.findings import Statistics
+from torchhook.guard.passing import Passing
+
+Allow = Literal["-inf", "inf"]
+
+# Where the lowest number stands for -inf, one of these makes it one.
+_ONE_STEP_FURTHER = ("add", "add_", "sub", "sub_", "to")
+
+
+class Allowed:
+    """Which infinities may be there on purpose."""
+
+    def __init__(self, allow: Allow | None) -> None:
+        self._negative = allow is not None
+        self._positive = allow == "inf"
+
+    def permits(self, found: Statistics) -> bool:
+        """Whether all that is not finite in a tensor may be there on purpose. NaN never is."""
+        return not found.nan and (self._positive or not found.inf) and (self._negative or not found.neg_inf)
+
+    def is_mask(self, found: Statistics) -> bool:
+        """Whether a model's input looks like a mask to be added to scores: -inf, and nothing above 0."""
+        return self.permits(found) and (found.max is None or found.max <= 0 or "mask" in found.name)
+
+    def is_deliberate(self, it: Passing, inputs: Sequence[Statistics], outputs: Sequence[Statistics]) -> bool:
+        """Whether an infinity is one that was written down, or only what became of one."""
+        if not all(self.permits(found) for found in outputs):
+            return False
+        if it.place.op is None:
+            return True  # of operations that were seen, each was judged when it ran
+        lowest = min((torch.finfo(s.dtype).min for s in outputs if s.dtype.is_floating_point), default=-math.inf)
+        if any(constant == math.inf or constant <= lowest for constant in it.constants):
+            return True
+        for origin, found in zip(it.origins, inputs, strict=True):
+            if origin.learned:
+                continue
+            if not found.finite and self.permits(found):
+                return True
+            if found.min is not None and found.min <= lowest and it.place.op in _ONE_STEP_FURTHER:
+                return True
+        return False

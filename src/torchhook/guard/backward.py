@@ -1,0 +1,115 @@
+"""Gradients: a hook on each step of the backward pass, which knows the place in the forward pass it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook import hooks
+from torchhook.guard.judging import Judge
+from torchhook.guard.operations import STILL_NODES, Named, named
+from torchhook.guard.passing import Passing, Place
+from torchhook.guard.tensors import UNREADABLE
+from torchhook.guard.window import Window
+
+_next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+_ACCUMULATES = 1 << 62  # AccumulateGrad, which is the parameter's and not the run's, has the largest number there is
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Follower:
+    """Follows what passes into the backward pass. Autograd numbers its steps in the order in which they are made."""
+
+    def __init__(
+        self, judge: Judge, window: Window, scope: hooks.Scope, handles: hooks.TensorHandles, wanted: bool
+    ) -> None:
+        self.wanted = wanted
+        self._judge = judge
+        self._window = window
+        self._scope = scope
+        self._handles = handles
+        self._known: set[int] = set()
+        self._run_begins = self._op_begins = 0
+
+    def begin_run(self) -> None:
+        self._run_begins = _next_number()
+        self._known.clear()
+
+    def begin_op(self) -> None:
+        self._op_begins = _next_number()
+
+    def follow(self, outputs: Iterable[Tensor], place: Place) -> None:
+        """Hook the steps that belong to a place, and those of functions that nobody saw."""
+        if not self.wanted:
+            return
+        todo = [tensor.grad_fn for tensor in outputs if tensor.requires_grad]
+        while todo:
+            node = todo.pop()
+            if node is None:
+                continue
+            number = node._sequence_nr()
+            if number < self._run_begins or number in self._known or number >= _ACCUMULATES:
+                continue
+            self._known.add(number)
+            todo.extend(following for following, _ in node.next_functions)
+            name = node.name()
+            if STILL_NODES.fullmatch(name) is None:
+                unseen = place.op is None or number < self._op_begins
+                here = place._replace(op=re.sub(r"Backward\d*$", "", name), call=None) if unseen else place
+                self._handles.add(hooks.on_node(node, _on_step(self, here)))
+
+    def expect_loss(self, outputs: Named, place: Place) -> None:
+        """Wait for the gradients of what the model returns."""
+        if not self.wanted:
+            return
+        for name, tensor in outputs:
+            if tensor.requires_grad:
+                self._handles.add(hooks.on_gradient(tensor, _on_loss(self, place, name)))
+
+    def step(self, place: Place, outgoing: Gradients, incoming: Gradients) -> None:
+        """One step of the backward pass was made."""
+        if self._scope.closed:
+            return
+
+        def passing() -> Passing:
+            node = torch._C._current_autograd_node()
+            name = None if node is None else node.name()
+            return Passing(place, "backward", _numbered(incoming), _numbered(outgoing), saved=_saved(node), node=name)
+
+        self._window.check([grad for grad in outgoing if grad is not None], passing)
+
+    def loss(self, place: Place, name: str, grad: Tensor) -> None:
+        """The gradient of something that the model returned came in."""
+        if not self._scope.closed:
+            self._judge.loss(place, name, grad)
+
+
+# Hooks hold the follower and an address, never a tensor or a node: a graph that holds itself is never freed.
+
+
+def _on_step(follower: Follower, place: Place) -> Callable[[Gradients, Gradients], None]:
+    return lambda outgoing, incoming: follower.step(place, outgoing, incoming)
+
+
+def _on_loss(follower: Follower, place: Place, name: str) -> Callable[[Tensor], None]:
+    return lambda grad: follower.loss(place, name, grad)
+
+
+def _numbered(gradients: Gradients) -> Named:
+    return [(str(i), grad) for i, grad in enumerate(gradients) if grad is not None]
+
+
+def _saved(node: Any) -> Named:
+    """What a step of the backward pass kept from the forward pass."""
+    found: Named = []
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            with contextlib.suppress(*UNREADABLE):  # freed already, or overwritten since
+                found += named(getattr(node, name), name.removeprefix("_saved_"))
+    return found

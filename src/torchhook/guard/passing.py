@@ -1,0 +1,52 @@
+"""What is handed from the watcher to the judge: something that passes a place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from torchhook.guard.findings import Phase
+from torchhook.guard.operations import Named
+from torchhook.guard.tensors import Origin
+from torchhook.sites import Site
+
+
+class Place(NamedTuple):
+    """Where something passes."""
+
+    path: str
+    op: str | None
+    call: int | None
+    run: int
+    around: tuple[nn.Module, ...]
+    """The modules that run there, outermost first."""
+
+    def site(self, port: str = "output") -> Site:
+        return Site(self.path, self.op, self.call, port)
+
+
+class Passing(NamedTuple):
+    """What goes into a place, what comes out, and what else is known."""
+
+    place: Place
+    phase: Phase
+    inputs: Named
+    outputs: Named
+    storages: Sequence[int | None] = ()
+    """Forward only: the memory of the outputs and of the inputs, which may be copies themselves by now."""
+    origins: Sequence[Origin] = ()
+    constants: Sequence[float] = ()
+    saved: Sequence[tuple[str, Tensor]] = ()
+    """Backward only: what the step kept from the forward pass."""
+    node: str | None = None
+
+
+class Crossing(NamedTuple):
+    """What goes into a module, or comes out of the one that is ``left``."""
+
+    storages: list[int | None]
+    left: nn.Module | None
+    values: list[Tensor] | None = None
+    """Not held on to while the device is still to be asked."""

@@ -1,0 +1,187 @@
+"""``attention``: who looks where. Heads side by side, weights on words, weights on an image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchhook.plot import style
+from torchhook.plot.overlay import draw, images
+from torchhook.plot.values import Array, Source, Value, flaws, limits, one, token_grid
+
+_FEW = 40
+_LETTER = 0.077  # inches, of the monospaced words
+
+
+def attention(
+    source: Source,
+    site: str | None = None,
+    *,
+    sample: int = 0,
+    heads: int | Sequence[int] | None = None,
+    tokens: Sequence[str] | None = None,
+    image: Any = None,
+    query: int | None = None,
+    grid: Sequence[int] | None = None,
+    cmap: str = "magma",
+    alpha: float = 0.65,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """The attention maps of one layer, head by head.
+
+    >>> import torch
+    >>> figure = attention(torch.rand(1, 3, 9, 9).softmax(-1))
+
+    Takes what ``th.attention`` returns with the ``site`` to show, a map (batch × heads × queries × keys), or a rollout
+    (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are shaded by how
+    much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise) looks at over
+    the image; ``grid`` is that of the patches where it is not square. ``heads`` picks some heads, or one.
+    """
+    value = one(source, site)
+    weights = _weights(value, sample)
+    chosen = list(range(len(weights))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
+    if unknown := [h for h in chosen if not -len(weights) <= h < len(weights)]:
+        raise IndexError(f"heads {unknown} are out of range: there are {len(weights)}.")
+    labels = [f"head {h % len(weights)}" if len(weights) > 1 else "" for h in chosen]
+    weights = weights[chosen]
+    if query is not None and not -weights.shape[1] <= query < weights.shape[1]:
+        raise IndexError(f"query={query}: there are {weights.shape[1]}.")
+    if image is not None:
+        figure = _on_image(weights, labels, image, sample, query, grid, cmap, alpha, ax, fig)
+    elif tokens is not None and query is not None:
+        figure = _on_words(weights, labels, tokens, query, ax, fig)
+    else:
+        figure = _grid(weights, labels, tokens, cmap, ax, fig)
+    head = value.name if title is None else title
+    if head and ax is None:
+        style.heading(figure, head)
+    elif head:
+        style.title(ax, head)
+    return figure
+
+
+def _weights(value: Value, sample: int) -> Array:
+    """Heads × queries × keys of one sample."""
+    tensor = value.tensor
+    if tensor.dim() == 2:
+        tensor = tensor[None, None]
+    if tensor.dim() == 3:
+        tensor = tensor[:, None]
+    if tensor.dim() != 4:
+        raise ValueError(f"attention maps are batch × heads × queries × keys, found shape {tuple(tensor.shape)}.")
+    if not -len(tensor) <= sample < len(tensor):
+        raise IndexError(f"sample={sample}: there are {len(tensor)}.")
+    array: Array = tensor[sample].numpy()
+    return array
+
+
+def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap: str, ax: Any, fig: Any) -> Any:
+    queries, keys = weights.shape[1:]
+    if tokens is not None and len(tokens) != keys:
+        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
+    side = 1.9 if tokens is None else min(max(0.22 * keys + 0.9, 2.2), 7)
+    alone = len(weights) == 1
+    columns = 2 if tokens is not None and len(weights) > 2 else style.columns_for(len(weights))
+    figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=alone)
+    for i, (panel, one_head, label) in enumerate(zip(axes, weights, labels, strict=True)):
+        _, high = limits(one_head, clip=1)
+        shown = panel.imshow(np.where(np.isfinite(one_head), one_head, np.nan), cmap=style.colormap(cmap), vmin=0,
+                             vmax=high, interpolation="nearest", aspect="equal")  # fmt: skip
+        style.quiet(panel)
+        style.title(panel, " · ".join(p for p in (label, flaws(one_head)) if p), small=True)
+        if tokens is not None:
+            if i >= len(weights) - columns:
+                style.names(panel, list(tokens), "x", room=_FEW, width=12)
+                panel.tick_params(axis="x", rotation=90, length=0, labelcolor=style.INK)
+            if i % columns == 0 and queries == keys:
+                style.names(panel, list(tokens), "y", room=_FEW, width=12)
+                panel.tick_params(axis="y", length=0, labelcolor=style.INK)
+        elif len(weights) == 1 and ax is None:
+            style.colorbar(panel, shown, "weight")
+            panel.set_xlabel("key", fontsize=style.LABEL, color=style.INK)
+            panel.set_ylabel("query", fontsize=style.LABEL, color=style.INK)
+    return figure
+
+
+def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: int, ax: Any, fig: Any) -> Any:
+    keys = weights.shape[2]
+    if len(tokens) != keys:
+        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
+    words = [style.elide(token, 18) for token in tokens]
+    figure, axes = style.panels(len(weights), ax, fig, columns=1)
+    width = 7.6 if ax is None and fig is None else axes[0].get_window_extent().width / figure.dpi
+    room = width / _LETTER
+    lines = _wrapped(words, room - 3)
+    if ax is None and fig is None:
+        figure.set_size_inches(width, (0.32 * len(lines) + 0.34) * len(weights) + 0.5)
+        figure.set_layout_engine("constrained")
+    cmap = style.colormap("Oranges")
+    for panel, one_head, label in zip(axes, weights, labels, strict=True):
+        row = np.nan_to_num(one_head[query])
+        top = float(row.max()) or 1.0
+        panel.set_xlim(0, room)
+        panel.set_ylim(len(lines), 0)
+        panel.set_axis_off()
+        if label:
+            panel.set_title(label, fontsize=style.SMALL, color=style.SOFT, loc="left", pad=2)
+        for i, line in enumerate(lines):
+            for index, start in line:
+                asked = index == query % weights.shape[1] and weights.shape[1] == keys
+                strength = float(row[index]) / top
+                panel.text(start, i + 0.5, words[index], fontsize=style.LABEL, family="monospace", va="center",
+                           color="white" if strength > 0.7 else style.INK, fontweight="bold" if asked else "normal",
+                           bbox={"boxstyle": "round,pad=0.25", "facecolor": cmap(0.85 * strength),
+                                 "edgecolor": style.INK if asked else "none", "linewidth": 1.0})  # fmt: skip
+    return figure
+
+
+def _wrapped(words: Sequence[str], width: float) -> list[list[tuple[int, float]]]:
+    """Lines of words, each with its index and where it starts."""
+    lines: list[list[tuple[int, float]]] = [[]]
+    at = 1.0
+    for i, word in enumerate(words):
+        if at + len(word) > width and lines[-1]:
+            lines.append([])
+            at = 1.0
+        lines[-1].append((i, at))
+        at += len(word) + 1.8
+    return lines
+
+
+def _on_image(
+    weights: Array,
+    labels: list[str],
+    image: Any,
+    sample: int,
+    query: int | None,
+    grid: Sequence[int] | None,
+    cmap: str,
+    alpha: float,
+    ax: Any,
+    fig: Any,
+) -> Any:
+    keys = weights.shape[2]
+    found = tuple(grid) if grid is not None else token_grid(keys) or _square(keys)
+    if found is None or math.prod(found) > keys:
+        raise ValueError(f"{keys} keys are not a square grid of patches: give grid=(rows, columns).")
+    prefix = keys - math.prod(found)
+    # Without a class token nobody asks for all: what every query looks at, on average.
+    rows = weights[:, query] if query is not None else weights[:, 0] if prefix else weights.mean(1)
+    pictures = images(image)
+    picture = pictures[sample if len(pictures) > 1 else 0]
+    side = 3.4 if len(weights) == 1 else 1.9
+    figure, axes = style.panels(len(weights), ax, fig, side, titles=any(labels))
+    for panel, row, label in zip(axes, rows, labels, strict=True):
+        draw(panel, picture, row[prefix:].reshape(found), alpha, cmap)
+        style.title(panel, label, small=True)
+    return figure
+
+
+def _square(keys: int) -> tuple[int, int] | None:
+    side = math.isqrt(keys)
+    return (side, side) if side * side == keys else None

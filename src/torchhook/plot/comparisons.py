@@ -1,0 +1,126 @@
+"""``diff`` and ``sweep``: the pictures of what ``th.diff`` and ``th.sweep`` return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from torchhook.compare import Diff
+from torchhook.errors import require
+from torchhook.plot import style
+from torchhook.plot.values import limits
+
+
+class Swept(Protocol):
+    """What ``th.sweep`` returns; named by its parts, since sweep.py runs models and plots do not."""
+
+    values: Tensor
+    sites: list[str]
+    positions: list[int] | None
+    clean: float
+    corrupted: float
+
+    @property
+    def normalised(self) -> Tensor: ...
+
+
+_COLORS: dict[str, str] = {"same": style.BLUE, "differs": style.RED}
+
+
+def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any = None) -> Any:
+    """The relative error of every site on a logarithmic scale, with the place where the two first part.
+
+    >>> import torch
+    >>> from torchhook.compare import Row
+    >>> figure = diff(Diff([Row("a", "a", "same", 0.0, 0.0, 1.0), Row("b", "b", "differs", 1.0, 0.5, 0.2)]))
+    """
+    rows = list(difference)
+    if not rows:
+        raise ValueError("the diff is empty: there is nothing to draw.")
+    figure, ax = style.single(min(max(0.16 * len(rows) + 2.2, 5.6), 14), 3.9, ax, fig)
+    errors = [row.relative for row in rows]
+    positive = [e for e in errors if math.isfinite(e) and e > 0]
+    floor = 10 ** (math.floor(math.log10(min(positive, default=1e-8))) - 1)
+    ceiling = 10 ** math.ceil(math.log10(max(positive, default=1.0)) + 0.3)
+    for i, row in enumerate(rows):
+        color = _COLORS.get(row.status, style.AMBER)
+        if math.isfinite(row.relative):
+            height = min(max(row.relative, floor), ceiling)
+            ax.plot([i, i], [floor, height], color=color, linewidth=1.6, alpha=0.45, solid_capstyle="butt")
+            ax.plot(i, height, "o", color=color, markersize=4, markerfacecolor="white" if row.relative == 0 else color)
+        else:
+            ax.plot(i, ceiling, "x", color=color, markersize=6, markeredgewidth=1.6, clip_on=False)
+    ax.set_yscale("log")
+    ax.set_ylim(floor / 1.5, ceiling * 1.5)
+    style.chart(ax, y="relative error")
+    ax.set_xlim(-0.7, len(rows) - 0.3)
+    style.names(ax, [row.site or "(model)" for row in rows])
+    first = difference.first
+    if first is not None:
+        place = next(i for i, row in enumerate(rows) if row is first)
+        right = place < len(rows) * 0.6
+        ax.axvline(place, color=style.INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.annotate(f"first: {style.elide(first.site or '(model)')}", (place, 1), xycoords=("data", "axes fraction"),
+                    xytext=(5 if right else -5, -2), textcoords="offset points", ha="left" if right else "right",
+                    va="top", fontsize=style.SMALL, color=style.INK)  # fmt: skip
+    _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows))
+    verdict = "all the same" if first is None else f"{sum(not row.ok for row in rows)} of {len(rows)} sites differ"
+    style.title(ax, f"{difference.title or 'Diff'}: {verdict}" if title is None else title)
+    return figure
+
+
+def _legend(ax: Any, statuses: set[str], exact: bool) -> None:
+    lines = require("matplotlib.lines", "viz")
+    entries = [(status, color, "o") for status, color in _COLORS.items() if status in statuses]
+    if others := sorted(statuses - _COLORS.keys()):
+        entries.append((", ".join(others), style.AMBER, "x"))
+    handles = [lines.Line2D([], [], color=c, marker=m, linestyle="", markersize=4.5, label=s) for s, c, m in entries]
+    if exact:
+        handles.append(lines.Line2D([], [], color=style.BLUE, marker="o", linestyle="", markersize=4.5,
+                                    markerfacecolor="white", label="bit for bit"))  # fmt: skip
+    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.1,
+              fontsize=style.SMALL, frameon=False,
+              labelcolor=style.INK, handlelength=1)  # fmt: skip
+
+
+def sweep(
+    result: Swept,
+    *,
+    tokens: Sequence[str] | None = None,
+    normalised: bool = True,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """What each patch does, as a heat map of sites by positions: white changes nothing, blue brings the clean run back.
+
+    ``tokens`` names the positions. ``normalised=False`` shows the metric itself. A site that has no such position is
+    left grey.
+    """
+    share = normalised and result.clean != result.corrupted
+    shown = (result.normalised if share else result.values).detach().cpu().double().numpy()
+    columns = shown.shape[1]
+    labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
+    if tokens is not None:
+        if result.positions is None or len(tokens) <= max(p % len(tokens) for p in result.positions):
+            raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
+        labels = [f"{tokens[p]}" for p in result.positions]
+    width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
+    figure, ax = style.single(width, height, ax, fig)
+    low, high = limits(shown, clip=0.5, centre=share)
+    if share:
+        low, high = min(low, -1.0), max(high, 1.0)
+    cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.FAINT)
+    image = ax.imshow(shown, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    style.chart(ax, "position", grid=None)
+    ax.spines[:].set_visible(False)
+    style.names(ax, labels, "x", room=48, width=14)
+    style.names(ax, [site or "(model)" for site in result.sites], "y")
+    style.colorbar(ax, image, "0 corrupted, 1 clean" if share else "metric")
+    if title is None:
+        title = f"Patching {len(result.sites)} sites: clean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
+    style.title(ax, title)
+    return figure

@@ -1,0 +1,138 @@
+"""``statistics`` and ``gradient_flow``: one number after another, through the depth of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from torchhook.plot import style
+from torchhook.plot.values import Array, Source, Value, values
+from torchhook.records import Recording
+
+
+def statistics(
+    source: Source,
+    sites: str | Iterable[str] | None = None,
+    *,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """Mean, spread and share of zeros of every layer, in the order in which they ran.
+
+    >>> import torch
+    >>> figure = statistics({"a": torch.randn(9), "b": torch.randn(9)})
+
+    The band is one standard deviation either side of the mean, the thin lines are the 1st and 99th percentile. A layer
+    with NaN or infinite values is marked in red, and its numbers are those of its finite values.
+    """
+    found = values(source, sites)
+    figure = style.canvas(_width(len(found)), 4.8, ax, fig)
+    if ax is None:
+        grid = figure.add_gridspec(2, 1, height_ratios=[3, 1.1])
+        upper = figure.add_subplot(grid[0])
+        lower = figure.add_subplot(grid[1], sharex=upper)
+    else:
+        ax.set_axis_off()
+        upper, lower = ax.inset_axes((0, 0.36, 1, 0.64)), ax.inset_axes((0, 0, 1, 0.28))
+    x = np.arange(len(found))
+    arrays = [_finite(value) for value in found]
+    mean, std = (np.array([f(a) if a.size else np.nan for a in arrays]) for f in (np.mean, np.std))
+    low, high = (np.array([np.percentile(a, q) if a.size else np.nan for a in arrays]) for q in (1, 99))
+    upper.fill_between(x, mean - std, mean + std, color=style.BLUE, alpha=0.22, linewidth=0, label="± 1 std")
+    upper.plot(x, low, color=style.BLUE, linewidth=0.7, alpha=0.6, label="1st, 99th percentile")
+    upper.plot(x, high, color=style.BLUE, linewidth=0.7, alpha=0.6)
+    upper.plot(x, mean, color=style.BLUE, linewidth=1.6, marker="o", markersize=3, label="mean")
+    style.chart(upper, y="value")
+    upper.tick_params(labelbottom=False)
+    _robust_scale(upper, np.concatenate([low, high, mean - std, mean + std]))
+    zeros = [float((a == 0).mean()) if a.size else np.nan for a in arrays]
+    lower.bar(x, zeros, color=style.SOFT, width=0.7, alpha=0.75)
+    lower.set_ylim(0, 1)
+    style.chart(lower, y="zeros")
+    lower.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    upper.set_xlim(-0.7, len(found) - 0.3)
+    lower.set_xlim(-0.7, len(found) - 0.3)
+    style.names(lower, [value.name for value in found])
+    bad = [i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()]
+    _mark(upper, lower, bad, "NaN or Inf")
+    _legend(upper)
+    style.title(upper, "Activations over depth" if title is None else title)
+    return figure
+
+
+def gradient_flow(
+    source: Source,
+    sites: str | Iterable[str] | None = None,
+    *,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """How large the gradient is at every layer: its mean and its largest magnitude, on a logarithmic scale.
+
+    >>> import torch
+    >>> figure = gradient_flow({"first": torch.randn(9) * 1e-6, "last": torch.randn(9)})
+
+    Takes a recording of ``:grad`` sites, or a dict: ``{n: p.grad for n, p in model.named_parameters()}``. The first
+    layer is on the left. Layers whose gradient is all zero, or has NaN in it, are marked in red.
+    """
+    found = values(source, sites)
+    gradients = [value for value in found if value.name.endswith(":grad")]
+    found = gradients or found
+    if isinstance(source, Recording) and sites is None:
+        found.reverse()  # gradients arrive from the last layer to the first
+    figure, ax = style.single(_width(len(found)), 3.9, ax, fig)
+    x = np.arange(len(found))
+    arrays = [np.abs(_finite(value)) for value in found]
+    mean, top = (np.array([float(f(a)) if a.size else 0.0 for a in arrays]) for f in (np.mean, np.max))
+    floor = min((m for m in mean if m > 0), default=1e-12) / 10
+    ax.bar(x, np.maximum(top, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.22, width=0.8, label="largest")
+    ax.bar(x, np.maximum(mean, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.9, width=0.8, label="mean")
+    ax.set_yscale("log")
+    ax.set_ylim(floor, max(top.max(), floor * 10) * 2)
+    style.chart(ax, y="|gradient|")
+    ax.set_xlim(-0.7, len(found) - 0.3)
+    style.names(ax, [value.name.removesuffix(":grad") for value in found])
+    dead = [i for i, m in enumerate(top) if m == 0]
+    broken = [
+        i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()
+    ]
+    _mark(ax, ax, sorted({*dead, *broken}), "zero, NaN or Inf")
+    _legend(ax)
+    style.title(ax, "Gradient flow" if title is None else title)
+    return figure
+
+
+def _finite(value: Value) -> Array:
+    array: Array = value.tensor.numpy().ravel()
+    return array[np.isfinite(array)]
+
+
+def _width(count: int) -> float:
+    return min(max(0.16 * count + 2.2, 5.6), 14)
+
+
+def _robust_scale(ax: Any, numbers: Array) -> None:
+    """A logarithmic scale beyond ±10 where a few layers would press all the others into a line."""
+    finite = np.abs(numbers[np.isfinite(numbers)])
+    usual = float(np.percentile(finite, 75)) if finite.size else 0.0
+    if usual > 0 and float(finite.max()) > 25 * usual:
+        ax.set_yscale("symlog", linthresh=usual)
+
+
+def _mark(ax: Any, labels: Any, places: list[int], meaning: str) -> None:
+    for n, place in enumerate(places):
+        ax.axvspan(
+            place - 0.45, place + 0.45, color=style.RED, alpha=0.16, linewidth=0, label=meaning if not n else None
+        )
+    for tick, place in zip(labels.get_xticklabels(), labels.get_xticks(), strict=False):
+        if int(place) in places:
+            tick.set_color(style.RED)
+
+
+def _legend(ax: Any) -> None:
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=style.SMALL, frameon=False,
+              labelcolor=style.INK, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip

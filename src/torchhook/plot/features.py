@@ -1,0 +1,120 @@
+"""``feature_maps``: what the channels of a layer look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchhook.plot import style
+from torchhook.plot.values import Array, Maps, Source, flaws, limits, maps, values
+
+_REDUCTIONS = {
+    "mean": lambda array: array.mean(0),
+    "max": lambda array: array.max(0),
+    "norm": lambda array: np.sqrt((array**2).sum(0)),
+}
+
+
+def feature_maps(
+    source: Source,
+    site: str | Sequence[str] | None = None,
+    *,
+    reduce: str | None = None,
+    sample: int = 0,
+    channels: int | Sequence[int] = 24,
+    layout: str | None = None,
+    grid: Sequence[int] | None = None,
+    columns: int | None = None,
+    cmap: str = "viridis",
+    clip: float | None = None,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """A picture for each channel of one layer, or, with ``reduce``, one for each layer.
+
+    >>> import torch
+    >>> figure = feature_maps(torch.randn(1, 8, 14, 14))
+    >>> len(figure.axes)
+    8
+
+    ``reduce="mean"`` averages the channels and shows the result from its smallest to its largest value; ``"max"`` and
+    ``"norm"`` are the others. Of a recording of several layers, each is reduced to its mean. ``channels`` is how many
+    are shown at most, spread evenly, or which. Colours leave out ``clip`` percent at either end, 1 unless reduced.
+    Tokens are laid out on their grid and channels-last maps are turned; ``layout`` (``"channels_first"``,
+    ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes wrong.
+    """
+    found = values(source, site)
+    if reduce is not None and reduce not in _REDUCTIONS:
+        raise ValueError(f"reduce={reduce!r}: use {', '.join(map(repr, _REDUCTIONS))} or None.")
+    if len(found) > 1 or reduce is not None:
+        pictures = [(_label(v.name), _reduced(maps(v, sample, layout, grid), reduce or "mean")) for v in found]
+        head, clip = "", 0.0 if clip is None else clip
+    else:
+        value = found[0]
+        seen = maps(value, sample, layout, grid)
+        chosen = _channels(len(seen.array), channels)
+        pictures = [(str(i) if len(seen.array) > 1 else "", Maps(seen.array[i], flat=seen.flat)) for i in chosen]
+        some = f"{len(chosen)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
+        head = " · ".join(part for part in (value.name, some, seen.note) if part)
+        clip = 1.0 if clip is None else clip
+    shape = float(np.median([_aspect(m) for _, m in pictures]))
+    head = head if title is None else title
+    labels = [" · ".join(p for p in (label, flaws(picture.array)) if p) for label, picture in pictures]
+    figure, axes = style.panels(
+        len(pictures),
+        ax,
+        fig,
+        side=1.9 if len(pictures) <= 12 else 1.25,
+        columns=columns,
+        shape=shape,
+        head=bool(head),
+        titles=any(labels),
+    )
+    for (_, picture), label, panel in zip(pictures, labels, axes, strict=True):
+        _draw(panel, picture, cmap, clip)
+        style.title(panel, label, small=True)
+    if head and ax is None:
+        style.heading(figure, head)
+    elif head:
+        style.title(ax, head)
+    return figure
+
+
+def _draw(ax: Any, picture: Maps, cmap: str, clip: float) -> None:
+    low, high = limits(picture.array, clip)
+    ax.imshow(
+        np.where(np.isfinite(picture.array), picture.array, np.nan),
+        cmap=style.colormap(cmap),
+        vmin=low,
+        vmax=high,
+        interpolation="nearest",
+        aspect="auto" if picture.flat else "equal",
+    )
+    style.quiet(ax)
+
+
+def _reduced(seen: Maps, reduce: str) -> Maps:
+    array: Array = seen.array[0] if len(seen.array) == 1 else _REDUCTIONS[reduce](seen.array)
+    return Maps(array, seen.note, seen.flat)
+
+
+def _channels(count: int, wanted: int | Sequence[int]) -> list[int]:
+    if not isinstance(wanted, int):
+        if unknown := [i for i in wanted if not -count <= i < count]:
+            raise IndexError(f"channels {unknown} are out of range: there are {count}.")
+        return [i % count for i in wanted]
+    if wanted < 1:
+        raise ValueError(f"channels={wanted}: give a positive number, or a list of channels.")
+    return [int(i) for i in np.linspace(0, count - 1, min(count, wanted)).round()]
+
+
+def _aspect(picture: Maps) -> float:
+    height, width = picture.array.shape
+    return 2.5 if picture.flat else width / height
+
+
+def _label(name: str) -> str:
+    return style.elide(name, 22)

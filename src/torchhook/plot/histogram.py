@@ -1,0 +1,110 @@
+"""``histogram``: how the values of a layer are spread; of many layers, one ridge each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from torchhook.plot import style
+from torchhook.plot.values import Array, Source, Value, flaws, limits, values
+
+
+def histogram(
+    source: Source,
+    sites: str | Iterable[str] | None = None,
+    *,
+    bins: int = 80,
+    clip: float = 0.1,
+    log: bool = False,
+    title: str | None = None,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """The distribution of one value, or of several below each other on one scale.
+
+    >>> import torch
+    >>> figure = histogram(torch.randn(1000))
+
+    The axis leaves out ``clip`` percent at either end, and the picture says how much that is. ``log`` is for counts.
+    """
+    if bins < 1:
+        raise ValueError(f"bins={bins}: give a positive number.")
+    found = values(source, sites)
+    if len(found) == 1:
+        return _single(found[0], bins, clip, log, title, ax, fig)
+    return _ridges(found, bins, clip, log, title, ax, fig)
+
+
+def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
+    figure, ax = style.single(5.6, 3.2, ax, fig)
+    array = value.tensor.numpy().ravel()
+    finite = array[np.isfinite(array)]
+    low, high = limits(finite, clip)
+    heights, edges = np.histogram(finite, bins=bins, range=(low, high))
+    ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
+    style.chart(ax, "value", "count")
+    if log:
+        ax.set_yscale("log")
+    if finite.size:
+        mean = float(finite.mean())
+        if low <= mean <= high:
+            ax.axvline(mean, color=style.AMBER, linewidth=1.2)
+        outside = int(((finite < low) | (finite > high)).sum())
+        notes = [f"mean {style.number(mean)}", f"std {style.number(float(finite.std()))}"]
+        notes += [f"{_zeros(finite):.0%} zeros"] if _zeros(finite) >= 0.005 else []
+        notes += [f"{outside / finite.size:.1%} outside"] if outside else []
+        notes += [flaws(array)] if flaws(array) else []
+        ax.text(0.985, 0.96, "\n".join(notes), transform=ax.transAxes, ha="right", va="top", fontsize=style.SMALL,
+                color=style.SOFT, linespacing=1.5)  # fmt: skip
+    style.title(ax, value.name if title is None else title)
+    return figure
+
+
+def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
+    figure, ax = style.single(7.2, min(max(0.3 * len(found) + 1.1, 2.6), 14), ax, fig)
+    arrays = [value.tensor.numpy().ravel() for value in found]
+    arrays = [array[np.isfinite(array)] for array in arrays]
+    # One layer with huge values must not press all the others into a line: the median layer sets the scale.
+    spans = np.array([limits(array, clip) for array in arrays if array.size] or [(0.0, 1.0)])
+    low, high = np.minimum(np.percentile(spans[:, 0], 15), 0), np.percentile(spans[:, 1], 85)
+    edges = np.linspace(low, high if high > low else low + 1, bins + 1)
+    middle = (edges[:-1] + edges[1:]) / 2
+    colors = style.colormap("viridis")(np.linspace(0.08, 0.82, len(found)))
+    for row, array in enumerate(arrays):
+        heights = _heights(array, edges, log)
+        base = -float(row)
+        ax.fill_between(middle, base, base + heights, color=colors[row], alpha=0.85, linewidth=0, zorder=row + 2)
+        ax.plot(middle, base + heights, color="white", linewidth=0.8, zorder=row + 2)
+    style.chart(ax, "value", grid="x")
+    ax.spines["left"].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    ax.margins(x=0)
+    ax.set_ylim(-len(found) + 0.6, 1.9)
+    _rows(ax, [value.name + _mark(value) for value in found])
+    style.title(ax, f"{len(found)} layers" if title is None else title)
+    return figure
+
+
+def _heights(array: Array, edges: Array, log: bool) -> Array:
+    counts, _ = np.histogram(array, bins=edges)
+    heights = np.log1p(counts) if log else counts.astype(float)
+    # A spike (the zeros of a ReLU) may stand out, but not make the rest vanish.
+    top = max(float(np.percentile(heights, 97)), float(heights.max()) / 6, 1e-12)
+    return np.minimum(heights / top, 1.6)
+
+
+def _rows(ax: Any, labels: list[str]) -> None:
+    step = max(-(-len(labels) // 64), 1)
+    shown = range(0, len(labels), step)
+    ax.set_yticks([-i for i in shown], [style.elide(labels[i]) for i in shown], fontsize=style.SMALL, color=style.INK)
+
+
+def _mark(value: Value) -> str:
+    said = flaws(value.tensor.numpy())
+    return f" ({said})" if said else ""
+
+
+def _zeros(array: Array) -> float:
+    return float((array == 0).mean())

@@ -1,0 +1,118 @@
+"""``overlay``: heat maps on the images they belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchhook.errors import require
+from torchhook.plot import style
+from torchhook.plot.values import Array, flaws, limits
+
+_MEAN, _STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
+_NEAR = 0.02
+
+
+def overlay(
+    image: Any,
+    heat: Any,
+    *,
+    alpha: float = 0.65,
+    cmap: str = "inferno",
+    titles: list[str] | None = None,
+    bar: bool = True,
+    ax: Any = None,
+    fig: Any = None,
+) -> Any:
+    """Draw heat maps over images; where a map is low, the image shows through.
+
+    >>> figure = overlay(torch.rand(1, 3, 32, 32), torch.rand(1, 8, 8))
+
+    ``image`` is a tensor or array, channels first or last, grey or colour, of one image or a batch, in bytes, in
+    [0, 1], in [-1, 1] or normalised as for ImageNet. ``heat`` is a map, or one for each image, of any size; of a volume
+    the middle slice is shown. ``alpha`` is the opacity of the highest value.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha={alpha}: give an opacity from 0 to 1.")
+    pictures, heats = images(image), _heats(heat)
+    if len(pictures) != len(heats) and len(pictures) != 1:
+        raise ValueError(f"{len(heats)} maps do not belong to {len(pictures)} images.")
+    labels = [flaws(one) for one in heats] if titles is None else list(titles)
+    if len(labels) != len(heats):
+        raise ValueError(f"{len(labels)} titles do not belong to {len(heats)} maps.")
+    side = 3.4 if len(heats) == 1 else 2.2
+    figure, axes = style.panels(len(heats), ax, fig, side, head=False, titles=any(labels), bar=bar)
+    drawn = None
+    for i, (panel, one, label) in enumerate(zip(axes, heats, labels, strict=True)):
+        picture = pictures[min(i, len(pictures) - 1)]
+        drawn = draw(panel, picture, one, alpha, cmap)
+        if label:
+            style.title(panel, label, small=len(heats) > 1)
+    one_scale = all(np.allclose(limits(one, clip=0.5), limits(heats[0], clip=0.5), rtol=0.1, atol=0.1) for one in heats)
+    if bar and ax is None and drawn is not None and one_scale:
+        style.colorbar(axes[0], drawn, over=axes)
+    return figure
+
+
+def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
+    """One image with its map, and the scale of its colours."""
+    size = picture.shape[:2]
+    resized = F.interpolate(torch.from_numpy(heat)[None, None].float(), size, mode="bilinear")[0, 0].numpy()
+    low, high = limits(heat, clip=0.5)
+    scaled = np.nan_to_num(np.clip((resized - low) / (high - low), 0, 1), nan=0.0)
+    if not np.ptp(heat[np.isfinite(heat)] if np.isfinite(heat).any() else np.zeros(1)):
+        scaled = np.zeros_like(scaled)
+    ax.imshow(picture, interpolation="bilinear")
+    matplotlib = require("matplotlib", "viz")
+    norm = matplotlib.colors.Normalize(low, high)
+    ax.imshow(scaled * (high - low) + low, cmap=style.colormap(cmap), norm=norm, alpha=alpha * scaled**0.75)
+    style.quiet(ax)
+    return matplotlib.cm.ScalarMappable(norm, style.colormap(cmap))
+
+
+def images(image: Any) -> list[Array]:
+    """Images as height × width × 3 in [0, 1], whatever they were."""
+    array: Array = image.detach().cpu().float().numpy() if isinstance(image, Tensor) else np.asarray(image)
+    byte = array.dtype == np.uint8 or (isinstance(image, Tensor) and image.dtype == torch.uint8)
+    array = array.astype(np.float64) / (255 if byte else 1)
+    if array.ndim == 5:  # a volume: its middle slice
+        array = array[:, :, array.shape[2] // 2]
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim == 3:
+        array = array[None]
+    if array.ndim != 4 or not {array.shape[1], array.shape[-1]} & {1, 3, 4}:
+        raise ValueError(
+            f"image: expected height × width, with 1, 3 or 4 channels first or last, or a batch of these; found shape "
+            f"{tuple(np.shape(image))}."
+        )
+    if array.shape[-1] not in (1, 3, 4):
+        array = np.moveaxis(array, 1, -1)
+    array = array[..., :3] if array.shape[-1] >= 3 else np.repeat(array, 3, -1)
+    return [_unit(one) for one in array]
+
+
+def _unit(image: Array) -> Array:
+    """An image in [0, 1], by the likeliest of the usual scales."""
+    for candidate in (image, (image + 1) / 2, image * _STD + _MEAN, image / 255):
+        if candidate.min() >= -_NEAR and candidate.max() <= 1 + _NEAR:
+            return np.clip(candidate, 0, 1)
+    low, high = limits(image, clip=0.1)
+    return np.nan_to_num(np.clip((image - low) / (high - low), 0, 1))
+
+
+def _heats(heat: Any) -> list[Array]:
+    array: Array = heat.detach().cpu().float().numpy() if isinstance(heat, Tensor) else np.asarray(heat, np.float32)
+    if array.ndim == 4 and array.shape[1] > 1:
+        array = array[:, array.shape[1] // 2]
+    if array.ndim == 4:
+        array = array[:, 0]
+    if array.ndim == 2:
+        array = array[None]
+    if array.ndim != 3:
+        raise ValueError(f"heat: expected a map or a batch of maps, found shape {tuple(np.shape(heat))}.")
+    return list(array)

@@ -1,0 +1,168 @@
+"""How pictures look: sizes, colours, type, colour bars, labels. Set on the artists themselves, never in rcParams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from torchhook.errors import require
+
+Axes: TypeAlias = Any
+Figure: TypeAlias = Any
+
+INK, SOFT, FAINT = "#1f2430", "#6b7280", "#e5e7eb"
+BLUE, AMBER, RED, GREEN = "#3457b1", "#d08a1d", "#c8372d", "#3a8f5c"
+BAD = "#f3c9c5"  # NaN: no colormap has it
+TITLE, LABEL, SMALL = 11, 9, 7.5
+_WIDEST = 2.5
+
+
+def canvas(
+    width: float,
+    height: float,
+    ax: Axes | None = None,
+    fig: Figure | None = None,
+    layout: Literal["constrained", "compressed"] = "constrained",
+) -> Figure:
+    """The figure to draw in: the one given, or a new one."""
+    require("matplotlib", "viz")
+    if ax is not None and fig is not None:
+        raise TypeError("give ax= or fig=, not both.")
+    if ax is not None:
+        return ax.figure
+    if fig is not None:
+        return fig
+    from torchhook.plot.picture import Picture
+
+    return Picture(width, height, layout)
+
+
+def single(width: float, height: float, ax: Axes | None, fig: Figure | None) -> tuple[Figure, Axes]:
+    """A figure and one axes in it."""
+    figure = canvas(width, height, ax, fig)
+    return figure, figure.add_subplot() if ax is None else ax
+
+
+def panels(
+    count: int,
+    ax: Axes | None,
+    fig: Figure | None,
+    side: float = 1.5,
+    columns: int | None = None,
+    shape: float = 1.0,
+    *,
+    head: bool = True,
+    titles: bool = True,
+    bar: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """A figure and ``count`` equal axes in a grid, set into ``ax`` if given; ``shape`` is their width by height.
+
+    There is room for a heading, for a title above each panel and for a colour bar, where they are asked for.
+    """
+    columns = min(count, columns or columns_for(count))
+    rows = math.ceil(count / columns)
+    wide, high = (side * min(shape, _WIDEST), side * min(shape, _WIDEST) / shape) if shape > 1 else (side * shape, side)
+    width, height = columns * (wide + 0.1) + 0.55 * bar, rows * (high + (0.26 if titles else 0.1)) + 0.32 * head
+    figure = canvas(max(width, 2.2), height, ax, fig, "compressed")
+    if ax is None:
+        grid = figure.add_gridspec(rows, columns)
+        return figure, [figure.add_subplot(grid[i // columns, i % columns]) for i in range(count)]
+    ax.set_axis_off()
+    width, height = 1 / columns, 1 / rows
+    gap = 0.08 if count > 1 else 0.0
+    return figure, [
+        ax.inset_axes(
+            (
+                i % columns * width + gap * width / 2,
+                1 - (i // columns + 1) * height,
+                width * (1 - gap),
+                height * (1 - gap),
+            )
+        )
+        for i in range(count)
+    ]
+
+
+def columns_for(count: int) -> int:
+    """How many panels go side by side."""
+    return count if count <= 4 else min(math.ceil(math.sqrt(count * 1.4)), 10)
+
+
+def colormap(name: str) -> Any:
+    """A colormap that shows NaN in a colour of its own."""
+    return require("matplotlib", "viz").colormaps[name].with_extremes(bad=BAD)
+
+
+def title(ax: Axes, text: str, small: bool = False) -> None:
+    ax.set_title(text, fontsize=SMALL if small else TITLE, color=INK, loc="left" if not small else "center", pad=4)
+
+
+def heading(figure: Figure, text: str) -> None:
+    """A title above all panels of a figure."""
+    figure.suptitle(text, fontsize=TITLE, color=INK)
+
+
+def quiet(ax: Axes) -> None:
+    """An axes for a picture: no ticks, a hairline around."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for spine in ax.spines.values():
+        spine.set(color=FAINT, linewidth=0.6)
+
+
+def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
+    """An axes for a chart: two spines, a faint grid behind."""
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.7)
+    ax.tick_params(labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=3)
+    ax.set_axisbelow(True)
+    if grid is not None:
+        ax.grid(axis=grid, color=FAINT, linewidth=0.7)
+    ax.set_xlabel(x, fontsize=LABEL, color=INK)
+    ax.set_ylabel(y, fontsize=LABEL, color=INK)
+
+
+def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | None = None) -> None:
+    """A thin colour bar beside an axes, or beside all panels."""
+    rows = 1 if over is None else len({round(a.get_position().y0, 3) for a in over})
+    bar = ax.figure.colorbar(mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=2)
+    bar.set_label(label, fontsize=LABEL, color=INK)
+
+
+def elide(name: str, width: int = 28) -> str:
+    """A name that fits, with its middle left out.
+
+    >>> elide("encoder.layers.encoder_layer_11.self_attention", 21)
+    'encoder.la…_attention'
+    """
+    if len(name) <= width:
+        return name
+    half = (width - 1) // 2
+    return f"{name[: width - 1 - half]}…{name[-half:]}"
+
+
+def names(ax: Axes, labels: Sequence[str], axis: str = "x", room: int = 64, width: int = 28) -> None:
+    """Label the integers of an axis, leaving labels out evenly where there are more than fit."""
+    step = max(math.ceil(len(labels) / room), 1)
+    ticks = list(range(0, len(labels), step))
+    shown = [elide(labels[i], width) for i in ticks]
+    size = SMALL if len(ticks) <= 40 else SMALL - 1.5
+    if axis == "x":
+        upright = sum(map(len, shown)) <= 60 and len(shown) <= 16
+        ax.set_xticks(ticks, shown, rotation=0 if upright else 90, fontsize=size)
+    else:
+        ax.set_yticks(ticks, shown, fontsize=size)
+
+
+def number(value: float) -> str:
+    """A number in three digits.
+
+    >>> number(0.00012345), number(12.0)
+    ('1.23e-04', '12')
+    """
+    if value == 0 or not math.isfinite(value) or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.0f}"
+    return f"{value:.2e}"

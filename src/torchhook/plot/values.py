@@ -1,0 +1,203 @@
+"""From what a user has (a recording, a tensor, a dict of tensors) to arrays that can be drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchhook import tree
+from torchhook.errors import MissingRecordError
+from torchhook.records import Recording
+
+Source: TypeAlias = "Recording | Tensor | NDArray[Any] | Mapping[str, Any]"
+Array: TypeAlias = NDArray[Any]
+
+_PREFIXES = (0, 1, 2, 5)  # none, class token, distillation token too, class token and four registers
+_LEAST_SIDE = 7
+
+
+class Value(NamedTuple):
+    """One value with its name."""
+
+    name: str
+    tensor: Tensor
+    recorded: bool
+    """Whether dim 0 is known to be the examples."""
+
+
+def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Value]:
+    """The named tensors of a source, in order; of a nested value, its first floating-point tensor."""
+    wanted = [sites] if isinstance(sites, str) else None if sites is None else list(sites)
+    if isinstance(source, Recording):
+        keys = source.keys() if wanted is None else wanted
+        pairs = [(n, v) for key in keys for n, v in _calls(source, key)]
+    elif isinstance(source, Mapping):
+        if wanted is not None and (unknown := [key for key in wanted if key not in source]):
+            raise MissingRecordError(f"nothing called {unknown[0]!r} here; there are: {', '.join(map(str, source))}.")
+        pairs = [(str(n), v) for n, v in source.items() if wanted is None or n in wanted]
+    elif wanted is not None:
+        raise TypeError("sites are chosen from a recording or a dict, and this is one value.")
+    else:
+        pairs = [("", source)]
+    recorded = isinstance(source, (Recording, Mapping))
+    found = [Value(name, tensor, recorded) for name, v in pairs if (tensor := first(v)) is not None and tensor.numel()]
+    if not found:
+        raise ValueError("there is no tensor to draw here." if pairs else "the recording is empty: nothing to draw.")
+    return found
+
+
+def one(source: Source, site: str | None = None) -> Value:
+    """The one value that is meant."""
+    found = values(source, site)
+    if len(found) > 1:
+        listed = ", ".join(repr(v.name) for v in found[:6]) + (", …" if len(found) > 6 else "")
+        raise ValueError(f"which one? There are {len(found)} values: {listed}. Name it with site=.")
+    return found[0]
+
+
+def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
+    every = recording.all(key)
+    if len(every) == 1:
+        return [(key, every[0])]
+    return [(str(record.site._replace(call=record.call)), record.value) for record in recording.records(key)]
+
+
+def first(value: Any) -> Tensor | None:
+    """The first tensor of a value, preferably a floating-point one, dense, real and on the CPU."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    found = list(tree.tensors(value))
+    chosen = next((t for t in found if t.is_floating_point() or t.is_complex()), next(iter(found), None))
+    if chosen is None or chosen.device.type == "meta":
+        return None
+    chosen = chosen.detach()
+    if chosen.is_nested:
+        chosen = torch.nested.to_padded_tensor(chosen, math.nan)
+    if chosen.is_quantized:
+        chosen = chosen.dequantize()
+    if chosen.layout != torch.strided:
+        chosen = chosen.to_dense()
+    if chosen.is_complex():
+        chosen = chosen.abs()
+    return chosen.to("cpu", torch.float64 if chosen.dtype == torch.float64 else torch.float32)
+
+
+class Maps(NamedTuple):
+    """Channels × height × width, ready to draw, and a word on how they came about."""
+
+    array: Array
+    note: str = ""
+    flat: bool = False
+    """Whether the picture is not one of places: a vector, or tokens by channels."""
+
+
+def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequence[int] | None = None) -> Maps:
+    """A value as maps of one sample: channels first or last, tokens on a grid, volumes by their middle slice."""
+    tensor = value.tensor
+    kinds = ("channels_first", "channels_last", "tokens")
+    if layout is not None and layout not in kinds:
+        raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, kinds))}.")
+    if _is_batch(value, layout):
+        tensor = _sample(tensor, sample)
+    if tensor.dim() <= 1:
+        return Maps(tensor.reshape(1, 1, -1).numpy(), f"{tensor.numel()} values", flat=True)
+    if tensor.dim() == 2:
+        return _plane(tensor, value.recorded or value.tensor.dim() == 3, grid, layout)
+    note = ""
+    if layout == "channels_last" or (layout is None and _is_channels_last(tensor.shape)):
+        tensor = tensor.movedim(-1, 0)
+    while tensor.dim() > 3:
+        note = f"slice {tensor.shape[1] // 2} of {tensor.shape[1]}"
+        tensor = tensor[:, tensor.shape[1] // 2]
+    return Maps(tensor.numpy(), note)
+
+
+def _sample(tensor: Tensor, sample: int) -> Tensor:
+    if not -tensor.shape[0] <= sample < tensor.shape[0]:
+        raise IndexError(f"sample={sample}: there are {tensor.shape[0]}.")
+    return tensor[sample]
+
+
+def _plane(tensor: Tensor, tokens: bool, grid: Sequence[int] | None, layout: str | None) -> Maps:
+    """Tokens × channels on their grid; text, a sequence or a plain matrix stays a picture of rows and columns."""
+    if tokens or layout == "tokens" or grid is not None:
+        found = tuple(grid) if grid is not None else token_grid(tensor.shape[0])
+        if found is not None:
+            prefix = tensor.shape[0] - math.prod(found)
+            if prefix < 0:
+                raise ValueError(f"grid={found}: it needs {math.prod(found)} tokens, and there are {tensor.shape[0]}.")
+            after = f"{prefix} prefix token{'s' * (prefix != 1)} left out" if prefix else ""
+            return Maps(tensor[prefix:].T.reshape(-1, *found).numpy(), after)
+        return Maps(tensor[None].numpy(), "tokens × channels", flat=True)
+    return Maps(tensor[None].numpy())
+
+
+def token_grid(tokens: int) -> tuple[int, int] | None:
+    """The square grid of an image's tokens: 7 × 7 or more, after none or a few prefix tokens.
+
+    >>> token_grid(197), token_grid(12)
+    ((14, 14), None)
+    """
+    for prefix in _PREFIXES:
+        side = math.isqrt(max(tokens - prefix, 0))
+        if side >= _LEAST_SIDE and side * side == tokens - prefix:
+            return side, side
+    return None
+
+
+def _is_batch(value: Value, layout: str | None) -> bool:
+    """Whether dim 0 is the examples: a bare matrix is one map, a bare channels × height × width too."""
+    shape = value.tensor.shape
+    if value.recorded or len(shape) != 3:
+        return len(shape) >= (2 if value.recorded else 4)
+    tokens = layout is None and shape[1] != shape[2] and token_grid(shape[1]) is not None
+    return shape[0] == 1 or layout == "tokens" or tokens
+
+
+def _is_channels_last(shape: Sequence[int]) -> bool:
+    """Whether the last dimension is the odd one out, and not the first: places are about square."""
+
+    def uneven(places: Sequence[int]) -> float:
+        return max(places) / max(min(places), 1)
+
+    return uneven(shape[:-1]) < uneven(shape[1:])
+
+
+# -- numbers ----------------------------------------------------------------------------------------
+
+
+def limits(array: Array, clip: float = 1.0, centre: bool = False) -> tuple[float, float]:
+    """The range of colours: the finite values without ``clip`` percent at either end, never empty.
+
+    ``centre`` makes it symmetric about zero.
+    """
+    finite = array[np.isfinite(array)]
+    if not finite.size:
+        return 0.0, 1.0
+    low, high = (float(v) for v in np.percentile(finite, [clip, 100 - clip]))
+    if low == high:
+        low, high = float(finite.min()), float(finite.max())
+    if centre:
+        low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low, high
+
+
+def flaws(array: Array) -> str:
+    """What a picture does not show by itself: NaN, infinities, a constant."""
+    bad = int((~np.isfinite(array)).sum())
+    said = []
+    if bad:
+        kind = "NaN" if np.isnan(array).sum() == bad else "Inf" if not np.isnan(array).any() else "NaN and Inf"
+        said.append(f"{bad / array.size:.0%} {kind}" if bad * 100 >= array.size else f"{bad} {kind}")
+    finite = array[np.isfinite(array)]
+    if finite.size > 1 and finite.min() == finite.max():
+        said.append(f"constant {float(finite.flat[0]):.3g}")
+    return ", ".join(said)

@@ -1,0 +1,219 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torchhook as th
+from tests.cli import nets
+from tests.cli.conftest import Command
+from torchhook import demo
+
+SMALL = "tests.cli.nets:small"
+SHAPE = "1x3x32x32"
+
+
+def test_layers_lists_names_types_and_shapes(torchhook: Command) -> None:
+    done = torchhook("layers", SMALL, "--shape", SHAPE)
+    assert done.code == 0
+    assert "Conv2d             (1, 8, 15, 15)         224" in done.out
+
+
+def test_layers_speaks_json(torchhook: Command) -> None:
+    found = json.loads(torchhook("layers", SMALL, "--json", "--depth", 1).out)
+    assert [layer["name"] for layer in found] == ["", "0", "1", "2", "3", "4"]
+    assert found[1]["parameters"] == 224
+
+
+def test_run_records_and_saves(torchhook: Command, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    done = torchhook("run", SMALL, "--shape", SHAPE, "-l", "0", "-l", "4:input", "-o", path)
+    assert done.code == 0
+    assert "4:input" in done.out
+    x = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(th.load(path)["0"], nets.small()[0](x))
+
+
+def test_run_speaks_json(torchhook: Command) -> None:
+    found = json.loads(torchhook("run", SMALL, "--shape", SHAPE, "-l", "1", "--stop", "--json").out)
+    assert found["output"] is None
+    assert [record["site"] for record in found["records"]] == ["1"]
+
+
+def test_report_writes_a_page(torchhook: Command, tmp_path: Path, photos: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("cat\ndog\nbird\nfish\nfrog\n")
+    out = tmp_path / "page.html"
+    done = torchhook(
+        "report", SMALL, "--input", photos / "0.png", "--size", 32, "--target", 1, "--classes", names, "-o", out
+    )
+    assert (done.code, done.out.strip()) == (0, str(out))
+    assert "dog (1)" in out.read_text("utf-8")
+    assert json.loads(torchhook("report", SMALL, "--shape", SHAPE, "-o", out, "--json").out)["bytes"] > 10_000
+
+
+def test_diff_of_models_says_where_they_part_by_its_exit_code_too(torchhook: Command) -> None:
+    assert torchhook("diff", SMALL, SMALL, "--shape", SHAPE).code == 0
+    done = torchhook("diff", SMALL, "tests.cli.nets:other", "--shape", SHAPE, "--json")
+    found = json.loads(done.out)
+    assert (done.code, found["same"], found["first"]) == (1, False, "4")
+
+
+def test_diff_of_recordings_needs_no_model(torchhook: Command, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    torchhook("run", SMALL, "--shape", SHAPE, "-o", a)
+    torchhook("run", "tests.cli.nets:other", "--shape", SHAPE, "-o", b)
+    assert torchhook("diff", a, a).code == 0
+    assert torchhook("diff", a, b).code == 1
+    assert torchhook("diff", a, tmp_path / "absent.safetensors").code == 2
+    assert torchhook("diff", a, SMALL).code == 2
+
+
+def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path, photos: Path) -> None:
+    out = tmp_path / "features"
+    line = ["extract", SMALL, "--data", photos, "-l", "1", "--pool", "mean", "-o", out, "--size", 32, "--workers", 0]
+    done = torchhook(*line, "--no-progress")
+    assert done.code == 0
+    features = th.extract.open_features(out) if hasattr(th.extract, "open_features") else th.open_features(out)
+    assert features["1"].shape == (5, 8)
+    assert list(features.ids) == [f"{i}.png" for i in range(5)]
+    shard = next((out / "shards").glob("*.safetensors"))
+    before = shard.stat().st_mtime_ns
+    assert torchhook(*line, "--no-progress").code == 0
+    assert shard.stat().st_mtime_ns == before
+    again = torchhook(*line[:6], "--pool", "max", *line[8:], "--no-progress")
+    assert again.code == 2
+    assert len(again.err.strip().splitlines()) == 1
+
+
+def test_features_are_described_checked_and_exported(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    out = tmp_path / "features"
+    assert torchhook("extract", SMALL, "--data", rows, "-l", "3", "-o", out, "--json").code == 0
+    found = json.loads(torchhook("features", "info", out, "--json").out)
+    assert (found["rows"], found["layers"]["3"]["shape"]) == (6, [6, 8])
+    assert "6 rows" in torchhook("features", "info", out).out
+    assert torchhook("features", "verify", out).code == 0
+    torchhook("features", "export", out, "-o", tmp_path / "npy")
+    with torch.no_grad():
+        truth = nets.small()[:4](load_file(rows)["x"])
+    assert np.allclose(np.load(tmp_path / "npy" / "3.npy"), truth.numpy(), atol=1e-6)
+
+
+def test_a_broken_shard_is_found_deleted_and_done_again(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    out = tmp_path / "features"
+    line = ("extract", SMALL, "--data", rows, "-l", "3", "-o", out, "--no-progress")
+    torchhook(*line)
+    shard = next((out / "shards").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    done = torchhook("features", "verify", out, "--json", "--discard")
+    assert done.code == 1
+    assert json.loads(done.out)["problems"][0]["kind"] == "altered"
+    assert torchhook(*line).code == 0
+    assert torchhook("features", "verify", out).code == 0
+
+
+def test_a_dry_run_writes_nothing(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    done = torchhook("extract", SMALL, "--data", rows, "-l", "3", "-o", tmp_path / "features", "--dry-run")
+    assert done.code == 0
+    assert "6 rows" in done.out
+    assert not (tmp_path / "features").exists() or not any((tmp_path / "features").iterdir())
+
+
+def test_demo_is_the_demo(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "main", lambda: print("the demo"))
+    assert torchhook("demo") == (0, "the demo\n", "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("layers", "nonsense"),
+        ("layers", SMALL, "--depth", "-1"),
+        ("run", SMALL, "--shape", SHAPE, "-l", "fc"),
+        ("run", SMALL),
+        ("run", "tests.cli.nets:Raises", "--shape", "1x2"),
+        ("report", SMALL, "--shape", SHAPE, "--target", "9"),
+        ("extract", SMALL, "--data", "absent", "-l", "0"),
+        ("extract", SMALL, "--data", "absent", "-l", "0", "--pool", "median"),
+        ("features", "info", "absent"),
+        ("features", "verify", "absent"),
+    ],
+)
+def test_trouble_is_one_line_without_a_traceback_and_exit_code_2(torchhook: Command, line: tuple[str, ...]) -> None:
+    done = torchhook(*line)
+    assert done.code == 2
+    assert done.out == ""
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.err.startswith("torchhook: ")
+    assert "Traceback" not in done.err
+
+
+def test_a_traceback_can_be_asked_for(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHHOOK_TRACEBACK", "1")
+    assert "Traceback" in torchhook("run", "tests.cli.nets:Raises", "--shape", "1x2").err
+
+
+def test_a_wrong_option_is_exit_code_2(torchhook: Command) -> None:
+    assert torchhook("layers", SMALL, "--nonsense").code == 2
+
+
+@pytest.mark.parametrize("command", ["layers", "run", "report", "diff", "extract"])
+def test_help_has_examples(torchhook: Command, command: str) -> None:
+    done = torchhook(command, "--help")
+    assert done.code == 0
+    assert f"torchhook {command} " in done.out
+
+
+def test_help_lists_every_command_and_version_is_one_line(torchhook: Command) -> None:
+    shown = torchhook("--help").out
+    assert all(name in shown for name in ("layers", "run", "report", "extract", "features", "diff", "demo"))
+    assert "--install-completion" in shown
+    assert torchhook("--version").out.strip() == th.__version__
+
+
+def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "from torchhook.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[2],
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_prints_only_json_to_stdout() -> None:
+    done = started("run", SMALL, "--shape", SHAPE, "-l", "0", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["records"][0]["site"] == "0"
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_shell_completes_commands() -> None:
+    asked = {"_TORCHHOOK_COMPLETE": "complete_bash", "COMP_WORDS": "torchhook ex", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv[0] = 'torchhook'; from torchhook.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **asked},
+        timeout=300,
+        check=False,
+    )
+    assert "extract" in done.stdout

@@ -1,0 +1,78 @@
+"""Inputs on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli import nets
+from torchhook.cli import inputs
+from torchhook.cli.inputs import Options
+from torchhook.cli.trouble import Trouble
+
+
+def load(**options: object) -> inputs.Given:
+    return inputs.load(Options(**options), nets.ready, "tests.cli.nets:ready")  # type: ignore[arg-type]
+
+
+def test_a_shape_is_random_numbers_that_repeat() -> None:
+    assert torch.equal(load(shape="2x3x4").x, load(shape="2,3,4").x)
+    assert load(shape="2x3x4").x.shape == (2, 3, 4)
+    assert load(shape="2x3x4").x.std() > 0.5
+
+
+def test_an_image_is_resized_cropped_and_normalised(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    pillow.new("RGB", (60, 40), (255, 255, 255)).save(tmp_path / "white.png")
+    x = load(file=tmp_path / "white.png", size=32, mean="0.5", std="0.5").x
+    assert x.shape == (1, 3, 32, 32)
+    assert torch.allclose(x, torch.ones_like(x))
+    assert load(file=tmp_path / "white.png").x.shape == (1, 3, 224, 224)
+
+
+def test_tensors_are_the_argument_or_arguments_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "two.safetensors")
+    assert torch.equal(load(file=tmp_path / "one.safetensors").x, torch.ones(2))
+    assert load(file=tmp_path / "two.safetensors").x.keys() == {"a", "b"}
+
+
+def test_text_is_cut_into_tokens_by_the_models_own_tokeniser(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hooks", "see"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    transformers.BertConfig(vocab_size=7).save_pretrained(tmp_path)
+    given = inputs.load(Options(text="hooks see"), nets.ready, f"transformers:{tmp_path}")
+    assert given.tokens == ["[CLS]", "hooks", "see", "[SEP]"]
+    assert given.x["input_ids"].tolist() == [[2, 5, 6, 3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one input"),
+        ({"shape": "1x2", "text": "a"}, "give one input"),
+        ({"shape": "1xx2"}, "--shape 1xx2: give sizes"),
+        ({"text": "hello"}, "text needs a tokeniser"),
+        ({"file": Path("absent.png")}, "no input file absent.png"),
+    ],
+)
+def test_a_wrong_input_is_one_sentence(options: dict[str, object], message: str) -> None:
+    with pytest.raises(Trouble, match=message):
+        load(**options)
+
+
+@pytest.mark.parametrize("name", ["broken.png", "broken.safetensors", "odd.xyz"])
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(Trouble, match=name):
+        load(file=tmp_path / name)
+
+
+def test_means_must_be_numbers(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="--mean a,b"):
+        inputs.preparation(Options(mean="a,b"))

@@ -1,0 +1,168 @@
+"""Names on the command line, and the models they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli import nets
+from torchhook.cli import models
+from torchhook.cli.trouble import Trouble
+
+X = torch.rand(1, 3, 32, 32)
+
+
+def test_a_function_of_a_module_is_called_and_a_model_is_taken_as_it_is() -> None:
+    assert torch.equal(models.load("tests.cli.nets:small")(X), nets.small()(X))
+    assert models.load("tests.cli.nets:ready") is nets.ready
+
+
+def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\nnet = Net(2, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    assert models.load("mine_alone:net").out_features == 3
+
+
+def test_torchvision_and_timm_models_are_built_without_weights() -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
+    pytest.importorskip("timm", reason="timm is not installed")
+    assert type(models.load("torchvision:resnet18")).__name__ == "ResNet"
+    assert type(models.load("timm:vit_tiny_patch16_224")).__name__ == "VisionTransformer"
+
+
+@pytest.mark.parametrize("files", ["config", "folder", "weights"])
+def test_transformers_models_come_from_a_config_or_a_folder(tmp_path: Path, files: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    config.architectures = ["BertForSequenceClassification"]
+    original = transformers.BertForSequenceClassification(config)
+    if files == "weights":
+        original.save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+    name = tmp_path / "config.json" if files == "config" else tmp_path
+    model = models.load(f"transformers:{name}")
+    assert type(model).__name__ == "BertForSequenceClassification"
+    if files == "weights":
+        assert torch.equal(model.classifier.weight, original.classifier.weight)
+
+
+def test_an_exported_program_has_its_modules_again(tmp_path: Path) -> None:
+    path = tmp_path / "small.pt2"
+    torch.export.save(torch.export.export(nets.small().eval(), (X,)), path)
+    with pytest.raises(Trouble, match="--allow-pickle"):
+        models.load(str(path))
+    model = models.load(str(path), allow_pickle=True)
+    assert torch.allclose(model(X), nets.small()(X))
+    assert "0" in dict(model.named_modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("foo", "names no model: use torchvision:NAME"),
+        ("no.such.package:net", "no Python module 'no.such.package'"),
+        ("tests.cli.nets:smal", "Closest: 'small'"),
+        ("tests.cli.nets:number", "is a int"),
+        ("tests.cli.nets:text", "returned a str, not a torch.nn.Module"),
+        ("torchvision:resnet81", "torchvision has no model 'resnet81'. Closest: 'resnet18'"),
+        ("timm:vit_tinny_patch16_224", "timm has no model"),
+        ("transformers:no/such/folder", "add --pretrained"),
+        ("nothing.pt2", "no file nothing.pt2"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence_with_a_way_out(name: str, message: str) -> None:
+    with pytest.raises(Trouble, match=message.replace(".", r"\.")):
+        models.load(name)
+
+
+def test_a_library_that_cannot_be_imported_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr("torchhook.errors.importlib.import_module", broken)
+    with pytest.raises(Trouble, match="built for another torch"):
+        models.load("torchvision:resnet18")
+
+
+def test_a_device_that_is_not_there_is_explained() -> None:
+    with pytest.raises(Trouble, match="--device nonsense cannot be used"):
+        models.load("tests.cli.nets:small", device="nonsense")
+
+
+# -- weights ------------------------------------------------------------------------------------------
+
+
+def test_weights_are_read_from_safetensors(weights: Path) -> None:
+    bias = models.load("tests.cli.nets:small", weights=weights)[4].bias
+    assert bias.tolist() == [7.0] * 5
+
+
+def test_pickled_weights_need_a_flag_and_lose_their_prefix(weights: Path) -> None:
+    path = weights.with_suffix(".pth")
+    with pytest.raises(Trouble, match="--allow-pickle"):
+        models.load("tests.cli.nets:small", weights=path)
+    bias = models.load("tests.cli.nets:small", weights=path, allow_pickle=True)[4].bias
+    assert bias.tolist() == [7.0] * 5
+
+
+class Evil:
+    """Says that it was unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.putenv, ("TORCHHOOK_UNPICKLED", "1")
+
+
+def test_pickles_are_opened_safely_first_and_never_without_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[bool] = []
+    original = torch.load
+
+    def watched(*args: Any, weights_only: bool, **kwargs: Any) -> Any:
+        tried.append(weights_only)
+        return original(*args, weights_only=weights_only, **kwargs)
+
+    monkeypatch.setattr(torch, "load", watched)
+    path = tmp_path / "evil.pt"
+    torch.save({"state_dict": Evil()}, path)
+    with pytest.raises(Trouble, match="--allow-pickle"):
+        models.load("tests.cli.nets:small", weights=path)
+    assert tried == []
+    with pytest.raises(Trouble, match="no state dict"):
+        models.load("tests.cli.nets:small", weights=path, allow_pickle=True)
+    assert tried == [True, False]
+
+
+def test_weights_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "part.pt"
+    torch.save({"0.weight": nets.small()[0].weight, "head.weight": torch.ones(1)}, path)
+    with pytest.raises(Trouble, match=r"3 missing \(0.bias, 4.weight, 4.bias\) and 1 unexpected \(head.weight\)"):
+        models.load("tests.cli.nets:small", weights=path, allow_pickle=True)
+    torch.save({**nets.small().state_dict(), "4.bias": torch.ones(9)}, path)
+    with pytest.raises(Trouble, match=r"does not fit the model: .*size mismatch"):
+        models.load("tests.cli.nets:small", weights=path, allow_pickle=True)
+
+
+@pytest.mark.parametrize("name", ["broken.safetensors", "broken.pth"])
+def test_a_broken_weights_file_is_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"nonsense")
+    with pytest.raises(Trouble):
+        models.load("tests.cli.nets:small", weights=tmp_path / name, allow_pickle=True)
+    with pytest.raises(Trouble, match="no weights file"):
+        models.load("tests.cli.nets:small", weights=tmp_path / "absent.pth")
+
+
+def test_class_names_come_from_lines_or_a_list(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("cat\ndog\n")
+    (tmp_path / "a.json").write_text(json.dumps(["cat", "dog"]))
+    assert models.read_classes(tmp_path / "a.txt") == models.read_classes(tmp_path / "a.json") == ["cat", "dog"]

@@ -1,0 +1,71 @@
+"""What a finding says: the numbers, the place, and what was used first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.guard.faults import FAULTS, around, ones
+from torchhook.errors import GuardError
+from torchhook.guard import guard
+from torchhook.sites import Site
+
+
+def test_the_finding_holds_the_numbers() -> None:
+    model = around(lambda x: x.log())
+    with pytest.raises(GuardError) as caught:
+        with guard(model):
+            model(torch.tensor([[0.0, 1.0, -2.0, 4.0]]))
+    finding = caught.value.finding
+    (given,), (made,) = finding.inputs, finding.outputs
+    numbers = torch.tensor([0.0, 1.0, -2.0, 4.0])
+    assert (given.shape, given.dtype, given.min, given.max) == ((1, 4), torch.float32, -2.0, 4.0)
+    assert given.mean == pytest.approx(numbers.mean().item())
+    assert given.std == pytest.approx(numbers.std(correction=0).item())
+    assert given.finite
+    assert (made.nan, made.inf, made.neg_inf, made.min) == (1, 0, 1, 0.0)
+    assert made.max == pytest.approx(math.log(4))
+    assert finding.site == Site("1", "log", 0)
+    assert finding.stack == ["model (Sequential)", "1 (Apply)"]
+    text = str(caught.value)
+    for part in (
+        "'1/log#0' made 1 NaN, 1 -Inf out of finite inputs",
+        "forward pass of run 0",
+        "std 2.165",
+        "1 (Apply)",
+    ):
+        assert part in text
+
+
+def test_an_in_place_operation_shows_the_input_as_it_was() -> None:
+    model = around(lambda x: x.log_())
+    with guard(model, action="record") as g:
+        model(torch.tensor([[1.0, 2.0, -3.0, 4.0]]))
+    assert (g.findings[0].inputs[0].min, g.findings[0].inputs[0].max) == (-3.0, 4.0)
+
+
+def test_a_weight_is_shown_with_its_first_user() -> None:
+    case = FAULTS["weight"]
+    model = case.model(True)
+    with guard(model, action="record") as g:
+        model(ones())
+    (finding,) = g.findings
+    assert finding.used_by == Site("1.0", "linear", 0)
+    assert {s.name: s.nan for s in finding.weights} == {"1.0.weight": 1, "1.0.bias": 0}
+    assert str(finding).startswith("parameter '1.0.weight' already holds 1 NaN; '1.0/linear#0' was the first to use it")
+
+
+def test_a_gradient_is_shown_with_what_came_in_and_what_was_kept() -> None:
+    case = FAULTS["root at 0"]
+    model = case.model(True)
+    with pytest.raises(
+        GuardError, match=r"'1/sqrt#0:grad_input' made .*Inf.* out of a finite gradient \(SqrtBackward0\)"
+    ):
+        with guard(model) as g:
+            case.loss(model(ones())).backward()
+    (finding,) = g.findings
+    assert finding.inputs[0].finite
+    assert not finding.outputs[0].finite
+    assert (finding.weights[0].min, finding.weights[0].max) == (0.0, 0.0)

@@ -1,0 +1,92 @@
+"""Attention maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchhook.attention import attention as attention_maps
+from torchhook.attention import rollout
+from torchhook.plot import attention
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture
+def weights() -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(2, 4, 6, 6) * 2).softmax(-1)
+
+
+def arrays(figure: Any) -> list[np.ndarray[Any, Any]]:
+    return [np.asarray(ax.images[0].get_array()) for ax in figure.axes if ax.images]
+
+
+def test_every_head_has_its_map(weights: torch.Tensor) -> None:
+    figure = attention(weights, sample=1)
+    for found, expected in zip(arrays(figure), weights[1], strict=True):
+        np.testing.assert_array_equal(found, expected.numpy())
+    assert [ax.get_title() for ax in figure.axes] == [f"head {i}" for i in range(4)]
+    assert [ax.get_title() for ax in attention(weights, heads=[0, -1]).axes] == ["head 0", "head 3"]
+
+
+def test_recordings_and_rollouts_are_taken() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    maps = attention_maps(model.eval(), torch.randn(1, 5, 8))
+    assert len(arrays(attention(maps, "layers.1.self_attn"))) == 2
+    (rolled,) = arrays(attention(rollout(maps)))
+    np.testing.assert_allclose(rolled, rollout(maps)[0].numpy())
+    with pytest.raises(ValueError, match="which one"):
+        attention(maps)
+
+
+def test_words_are_shaded_by_how_much_they_are_looked_at(weights: torch.Tensor) -> None:
+    words = ["the", "cat", "sat", "on", "a", "mat"]
+    figure = attention(weights, tokens=words, query=2, heads=1)
+    (ax,) = figure.axes
+    assert [t.get_text() for t in ax.texts] == words
+    darkness = [-sum(t.get_bbox_patch().get_facecolor()[:3]) for t in ax.texts]
+    assert int(np.argmax(darkness)) == int(weights[0, 1, 2].argmax())
+    assert [t.get_fontweight() == "bold" for t in ax.texts] == [w == "sat" for w in words]
+
+
+def test_words_label_the_map(weights: torch.Tensor) -> None:
+    words = ["the", "cat", "sat", "on", "a", "mat"]
+    (ax,) = attention(weights, tokens=words, heads=0).axes
+    assert [t.get_text() for t in ax.get_xticklabels()] == words
+    assert [t.get_text() for t in ax.get_yticklabels()] == words
+
+
+@pytest.mark.parametrize(("keys", "query", "expected"), [(50, None, 0), (50, 7, 7), (49, 3, 3)])
+def test_what_a_query_looks_at_is_drawn_over_the_image(keys: int, query: int | None, expected: int) -> None:
+    maps = torch.rand(1, 1, keys, keys)
+    maps[0, 0, expected, keys - 49 + 24] = 50.0
+    figure = attention(maps, image=torch.rand(1, 3, 70, 70), query=query)
+    heat = np.asarray(figure.axes[0].images[1].get_array())
+    assert np.unravel_index(heat.argmax(), heat.shape) == pytest.approx((35, 35), abs=5)
+
+
+def test_a_grid_that_is_not_square_is_asked_for() -> None:
+    maps, image = torch.rand(1, 1, 13, 13), torch.rand(3, 30, 40)
+    with pytest.raises(ValueError, match=r"give grid=\(rows, columns\)"):
+        attention(maps, image=image)
+    assert attention(maps, image=image, grid=(3, 4)).axes
+
+
+def test_wrong_options_are_refused(weights: torch.Tensor) -> None:
+    with pytest.raises(IndexError, match=r"heads \[9\]"):
+        attention(weights, heads=9)
+    with pytest.raises(IndexError, match="query=6"):
+        attention(weights, query=6)
+    with pytest.raises(IndexError, match="sample=2"):
+        attention(weights, sample=2)
+    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+        attention(weights, tokens=["a"])
+    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+        attention(weights, tokens=["a"], query=1)
+    with pytest.raises(ValueError, match="found shape"):
+        attention(torch.rand(5))

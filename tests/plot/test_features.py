@@ -1,0 +1,110 @@
+"""Feature maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchhook as th
+from torchhook.plot import feature_maps
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def pictures(figure: Any) -> list[Any]:
+    return [ax.images[0] for ax in figure.axes if ax.images]
+
+
+def test_the_mean_map_is_the_second_seeds_picture() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True))
+    x = torch.randn(1, 3, 20, 24)
+    feat_out = nn.functional.conv2d(x, model[0].weight, model[0].bias)
+    fmap = feat_out.mean(dim=1).squeeze().detach().numpy()
+    fmap = (fmap - fmap.min()) / (fmap.max() - fmap.min())
+    expected = matplotlib.colormaps["viridis"](fmap)
+
+    with th.capture(model, "0") as recording:
+        model(x)
+    (picture,) = pictures(feature_maps(recording, "0", reduce="mean"))
+    found = picture.cmap(picture.norm(picture.get_array()))
+    # Both go through float32 arithmetic of their own: a value on the edge of a colour may fall to either side.
+    assert np.abs(found - expected).max() < 0.02
+
+
+def test_every_channel_has_a_picture_up_to_a_limit_spread_evenly() -> None:
+    x = torch.arange(40.0)[None, :, None, None].expand(1, 40, 4, 4) + torch.rand(4, 4)
+    assert len(pictures(feature_maps(x, channels=40))) == 40
+    figure = feature_maps(x, channels=5)
+    assert [ax.get_title() for ax in figure.axes] == ["0", "10", "20", "29", "39"]
+    assert [ax.get_title() for ax in feature_maps(x, channels=[3, -1]).axes] == ["3", "39"]
+
+
+def test_a_recording_of_several_layers_has_a_mean_map_of_each() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    with th.capture(model, "*") as recording:
+        model(torch.randn(2, 3, 8, 8))
+    figure = feature_maps(recording)
+    assert [ax.get_title() for ax in figure.axes] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(()),
+        torch.randn(9),
+        torch.randn(5, 6),
+        torch.randn(3, 8, 8),
+        torch.randn(2, 12, 64),
+        torch.randn(1, 197, 16),
+        torch.randn(1, 8, 14, 14),
+        torch.randn(1, 7, 7, 96),
+        torch.randn(1, 4, 3, 8, 8),
+        torch.full((1, 4, 8, 8), 3.0),
+        torch.full((1, 4, 8, 8), float("nan")),
+        torch.full((1, 4, 8, 8), float("inf")),
+        torch.randn(1, 4, 8, 8).half(),
+        torch.randn(1, 4, 1, 300),
+        torch.ones(1, 1, 1, 1),
+    ],
+    ids=lambda t: "×".join(map(str, t.shape)) or "scalar",
+)
+def test_every_shape_and_value_can_be_drawn(value: Tensor) -> None:
+    for reduce in (None, "mean", "max", "norm"):
+        figure = feature_maps(value, reduce=reduce)
+        figure.canvas.draw()
+        assert pictures(figure)
+
+
+def test_an_outlier_does_not_wash_out_the_rest() -> None:
+    x = torch.rand(1, 1, 20, 20)
+    x[0, 0, 3, 3] = 1e6
+    (picture,) = pictures(feature_maps(x))
+    assert picture.norm.vmax < 1.01
+
+
+def test_nan_has_a_colour_of_its_own_and_is_said() -> None:
+    x = torch.rand(1, 2, 4, 4)
+    x[0, 0, 0, 0] = torch.nan
+    figure = feature_maps(x)
+    assert "6% NaN" in figure.axes[0].get_title()
+    picture = pictures(figure)[0]
+    bad = picture.cmap(np.ma.masked_invalid([np.nan]))[0]
+    assert bad.tolist() not in [
+        picture.cmap(v).tolist() if hasattr(picture.cmap(v), "tolist") else list(picture.cmap(v))
+        for v in (0.0, 0.5, 1.0)
+    ]
+
+
+def test_wrong_options_are_refused() -> None:
+    x = torch.rand(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="reduce='sum'"):
+        feature_maps(x, reduce="sum")
+    with pytest.raises(ValueError, match="channels=0"):
+        feature_maps(x, channels=0)
+    with pytest.raises(IndexError, match=r"channels \[7\]"):
+        feature_maps(x, channels=[7])

@@ -1,0 +1,100 @@
+"""Heat maps on images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchhook.plot import overlay
+from torchhook.plot.overlay import images
+
+pytest.importorskip("matplotlib")
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+
+
+@pytest.fixture
+def photo() -> torch.Tensor:
+    torch.manual_seed(0)
+    photo = torch.rand(3, 20, 30)
+    photo[:, 0, 0], photo[:, 0, 1] = 0.0, 1.0
+    return photo
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda p: p,
+        lambda p: p * 2 - 1,
+        lambda p: (p - MEAN) / STD,
+        lambda p: p * 255,
+        lambda p: (p * 255).round().byte(),
+        lambda p: p[None],
+        lambda p: p.permute(1, 2, 0),
+        lambda p: p.permute(1, 2, 0).numpy(),
+        lambda p: torch.cat([p, torch.ones(1, 20, 30)]),
+        lambda p: p.half(),
+    ],
+    ids=["unit", "signed", "imagenet", "0-255", "bytes", "batch", "last", "numpy", "alpha", "half"],
+)
+def test_an_image_is_itself_again_whatever_its_scale(photo: torch.Tensor, scaled: Any) -> None:
+    (found,) = images(scaled(photo))
+    np.testing.assert_allclose(found, photo.permute(1, 2, 0).numpy(), atol=0.005)
+
+
+def test_grey_images_have_three_equal_channels() -> None:
+    (found,) = images(torch.rand(5, 6))
+    assert found.shape == (5, 6, 3)
+    assert (found[..., 0] == found[..., 2]).all()
+
+
+def test_an_odd_scale_is_stretched() -> None:
+    (found,) = images(torch.randn(3, 8, 8) * 1e4)
+    assert found.min() >= 0
+    assert found.max() <= 1
+
+
+def test_the_map_is_resized_and_lets_the_image_through_where_it_is_low(photo: torch.Tensor) -> None:
+    heat = torch.zeros(4, 6)
+    heat[1, 2] = 1.0
+    figure = overlay(photo, heat, alpha=0.5)
+    base, above = figure.axes[0].images
+    assert base.get_array().shape[:2] == above.get_array().shape == (20, 30)
+    opacity = np.asarray(above.get_alpha())
+    assert opacity.max() == pytest.approx(0.5, abs=0.05)
+    assert opacity[-1, -1] == 0
+    assert np.unravel_index(opacity.argmax(), opacity.shape) == pytest.approx((7, 12), abs=2)
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0, float("nan")])
+def test_a_constant_or_broken_map_leaves_the_image_as_it_is(photo: torch.Tensor, fill: float) -> None:
+    figure = overlay(photo, torch.full((4, 6), fill))
+    figure.canvas.draw()
+    assert np.asarray(figure.axes[0].images[1].get_alpha()).max() == 0
+
+
+def test_a_batch_has_a_panel_each_and_one_image_may_have_many_maps(photo: torch.Tensor) -> None:
+    batch = torch.stack([photo, photo, photo])
+    for image in (batch, photo):
+        figure = overlay(image, torch.rand(3, 4, 6), titles=["a", "b", "c"])
+        assert [ax.get_title() for ax in figure.axes if ax.images] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="2 maps do not belong to 3 images"):
+        overlay(batch, torch.rand(2, 4, 6))
+    with pytest.raises(ValueError, match="1 titles"):
+        overlay(photo, torch.rand(3, 4, 6), titles=["a"])
+
+
+def test_of_a_volume_the_middle_slice_is_shown() -> None:
+    assert overlay(torch.rand(1, 1, 5, 8, 8), torch.rand(1, 5, 8, 8)).axes
+
+
+def test_wrong_shapes_are_refused(photo: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="image: expected"):
+        overlay(torch.rand(7, 8, 9), torch.rand(4, 4))
+    with pytest.raises(ValueError, match="heat: expected"):
+        overlay(photo, torch.rand(4))
+    with pytest.raises(ValueError, match="alpha=2"):
+        overlay(photo, torch.rand(4, 4), alpha=2)
