@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("torchhook", deadline=None)  # machines are noisy
+settings.load_profile("torchhook")
 
 
 def _declare_missing_operators() -> None:
     """torchvision's wheels are built for CUDA torch: beside a CPU build, its import misses two operators."""
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except (RuntimeError, AttributeError):
-        library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901
+        library = torch.library.Library("torchvision", "DEF")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         globals()["_library"] = library  # it must outlive the import

@@ -118,16 +118,26 @@ def test_many_steps_keep_their_numbers_although_memory_is_used_again(reentrant: 
 @either
 def test_the_gradients_of_several_calls_in_a_segment_have_their_own_numbers(reentrant: bool) -> None:
     model = Checkpointed(reentrant, times=3)
-    held, x = [], X
-    for _ in range(3):
-        held.append(F.linear(x, model.layer.weight, model.layer.bias))
-        x = torch.tanh(held[-1])
-    expected = torch.autograd.grad(x.sum(), held)
     with th.capture(model, "layer:grad") as rec:
         model(leaf()).sum().backward()
-    found = {record.call: record.value for record in rec.records("layer:grad")}
-    torch.testing.assert_close([found[call] for call in range(3)], list(expected))
-    assert len(rec.all("layer:grad")) == 3
+    assert_gradients_of_calls(rec, model, times=3)
+
+
+def assert_gradients_of_calls(rec: th.Recording, model: Any, times: int) -> None:
+    """There is one gradient of each call, the right one: by hand, for a model that only calls its layer and a tanh."""
+    held, x = [], X
+    for _ in range(times):
+        held.append(F.linear(x, model.layer.weight, model.layer.bias))
+        x = torch.tanh(held[-1])
+    found = sorted(rec.records("layer:grad"), key=lambda record: record.call)
+    assert [record.call for record in found] == list(range(times))
+    torch.testing.assert_close([record.value for record in found], list(torch.autograd.grad(x.sum(), held)))
+
+
+may_warn = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an outer one, at first
+nestings = pytest.mark.parametrize(
+    ("outer", "inner"), [(outer, inner) for outer in (False, True) for inner in (False, True)]
+)
 
 
 class Nested(nn.Module):
@@ -145,15 +155,24 @@ class Nested(nn.Module):
         return checkpoint(self.segment, x, use_reentrant=self.outer)
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the first run of a reentrant one
-@pytest.mark.parametrize("outer", [False, True], ids=["in non-reentrant", "in reentrant"])
-@pytest.mark.parametrize("inner", [False, True], ids=["non-reentrant", "reentrant"])
+@may_warn
+@nestings
 def test_segments_inside_a_segment_find_their_own_calls(outer: bool, inner: bool) -> None:
     model, seen = Nested(outer, inner), []
     with th.edit(model, {"layer": lambda value, site: seen.append(site.call) or value * (1 + site.call)}):
         model(leaf()).sum().backward()
     assert seen == [0, 1, 2, 3, *(0, 1, 2, 3), *(1, 2)]
     assert_weight_gradient(model, lambda layer: chain(layer, [1.0, 2.0, 3.0, 4.0]))
+
+
+@may_warn
+@nestings
+def test_the_gradients_of_segments_inside_a_segment_have_their_own_numbers(outer: bool, inner: bool) -> None:
+    model = Nested(outer, inner)
+    with th.capture(model, "layer:grad", "layer") as rec:
+        model(leaf()).sum().backward()
+    assert_gradients_of_calls(rec, model, times=4)
+    assert len(rec.all("layer")) == 4
 
 
 def test_every_segment_of_a_checkpointed_sequence_is_edited_again() -> None:

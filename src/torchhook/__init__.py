@@ -18,6 +18,7 @@ from torchhook.classic import (
 )
 from torchhook.clip import clip_gradients
 from torchhook.diff import diff
+from torchhook.extract import extract, open_features
 from torchhook.guard import guard
 from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
@@ -48,12 +49,14 @@ __all__ = [
     "edit",
     "edits",
     "errors",
+    "extract",
     "get_layer_candidates",
     "gradient_clipper",
     "guard",
     "layers",
     "load",
     "model_summary",
+    "open_features",
     "ops",
     "rollout",
     "run",

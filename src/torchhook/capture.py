@@ -95,7 +95,12 @@ class Stopped:
     def __repr__(self) -> str:
         return f"<no output: the forward pass stopped at {self.at!r}>"
 
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(f"the forward pass stopped at {self.at!r}, so the model has no output.")
+
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "at":  # while it is copied or unpickled
+            raise AttributeError(name)
         raise AttributeError(f"no {name!r}: the forward pass stopped at {self.at!r}, so the model has no output.")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count as count_up
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torchhook import hooks, tree
 from torchhook.errors import SelectorError, suggestion
 from torchhook.keep import Keep, Transform
-from torchhook.layers import layers
+from torchhook.layers import layers, numel
 from torchhook.select import Index, Selector, Target, resolve
 from torchhook.session import Session
 from torchhook.sites import Site
@@ -111,8 +112,7 @@ class HookManager:
             raise TypeError(f"'layer' must be a torch.nn.Module, found {type(layer).__name__}.")
         if layer_name is None:
             kind = type(layer).__name__
-            number = sum(key.startswith(f"{kind}_") for key in self._sessions)
-            layer_name = f"{kind}_{number}"
+            layer_name = next(key for n in count_up() if (key := f"{kind}_{n}") not in self._sessions)
         if not isinstance(layer_name, str):
             raise TypeError(f"'layer_name' must be a string beside 'layer', found {type(layer_name).__name__}.")
         return [(layer_name, Target(Site(""), layer))]
@@ -121,12 +121,12 @@ class HookManager:
         # A layer passed as an object need not be part of the model: it is its own root then.
         root = target.module if target.site.path == "" else self.model
         session = Session(root, threads="all", warn=False)
-        keep = Keep("copy", device="cpu") if custom is None and transform is None else Keep("live", transform=transform)
         limit = self.max_size if self.max_size > 0 else None
-        if custom is None:
-            session.record([target], keep, limit)
+        if custom is not None and target.site.port == "output":
+            session.record_custom(target, custom, Keep("live", transform=transform), limit)
         else:
-            session.record_custom(target, custom, Keep("live"), limit)
+            keep = Keep("copy", device="cpu") if transform is None else Keep("live", transform=transform)
+            session.record([target], keep, limit)
         return session
 
     def get_features(self, key: str) -> list[Any]:
@@ -201,9 +201,9 @@ class HookManager:
 class Features(list[Any]):
     """Feature values in the order of the paths; also read by path: ``features["features.6"]``."""
 
-    def __init__(self, named: dict[str, Any]) -> None:
-        super().__init__(named.values())
-        self._named = named
+    def __init__(self, named: list[tuple[str, Any]]) -> None:
+        super().__init__(value for _, value in named)
+        self._named = dict(named)
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -235,28 +235,28 @@ class _Featured(nn.Module):
         if attach:
             attachment = hooks.Attachment()
             weakref.finalize(self, attachment.remove)
-            self._static = {path: [] for path in targets}
-            for path, target in targets.items():
+            self._static = {path: [] for path, _ in targets}
+            for path, target in dict(targets).items():
                 attachment.attach(hooks.StaticTap(path, self._static[path]), target.module)
 
-    def _targets(self) -> dict[str, Target]:
+    def _targets(self) -> list[tuple[str, Target]]:
         index = Index(self.model)
-        chosen = {path: resolve(index, path) for path in self.paths}
-        return {str(t.site) if len(found) > 1 else path: t for path, found in chosen.items() for t in found}
+        chosen = [(path, resolve(index, path)) for path in self.paths]
+        return [(str(t.site) if len(found) > 1 else path, t) for path, found in chosen for t in found]
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[str, Any]], Any]:
         if self._static is not None:
             return self._run_attached(self._static, args, kwargs)
         targets = self._targets()
         session = Session(self.model)
-        session.record(dict.fromkeys(targets.values()), Keep("live"))
+        session.record({target.site: target for _, target in targets}.values(), Keep("live"))
         with session as recording:
             output = self.model(*args, **kwargs)
-        return {path: recording[target.site] for path, target in targets.items()}, output
+        return [(path, recording[target.site]) for path, target in targets], output
 
     def _run_attached(
         self, values: dict[str, list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], Any]:
+    ) -> tuple[list[tuple[str, Any]], Any]:
         for kept in values.values():
             kept.clear()
         output = self.model(*args, **kwargs)
@@ -265,7 +265,7 @@ class _Featured(nn.Module):
             if len(kept) != 1:
                 raise LookupError(f"{path!r} ran {len(kept)} times; attach=True takes layers that run once.")
             features[path] = kept.pop()
-        return features, output
+        return [(path, features[path]) for path, _ in self._targets()], output
 
 
 class FeatureLayers(_Featured):
@@ -293,11 +293,13 @@ class FeatureLayer(_Featured):
 
     def __init__(self, model: nn.Module, feature_layer_path: str, *, attach: bool = False) -> None:
         super().__init__(model, [feature_layer_path], attach)
+        if len(self._targets()) > 1:
+            raise SelectorError(f"{feature_layer_path!r} chooses several layers; FeatureLayers takes those.")
         self.feature_layer_path = feature_layer_path
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         named, output = self._run(args, kwargs)
-        return next(iter(named.values())), output
+        return named[0][1], output
 
 
 class FeatureExtractor(_Featured):
@@ -308,7 +310,7 @@ class FeatureExtractor(_Featured):
         self.layer_names = self.paths
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._run(args, kwargs)[0]
+        return dict(self._run(args, kwargs)[0])
 
 
 def get_layer_candidates(model: nn.Module, max_depth: int = 1) -> Iterator[str]:
@@ -345,7 +347,7 @@ class VerboseExecution(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index = Index(self.model)
         session = Session(self.model, index=index, warn=False)
-        for name in get_layer_candidates(self.model, self.depth):
+        for name in (layer.name for layer in layers(self.model, self.depth) if layer.name and not layer.shared_with):
             module, started = index.modules[name], list[float]()
             if self.time:
                 session.look(Target(Site(name, port="input"), module), _starter(started))
@@ -403,7 +405,7 @@ def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """The number of parameters, tied weights counted once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
-    return sum(p.numel() for p in set(model.parameters()) if p.requires_grad or not trainable_only)
+    return sum(numel(p) for p in set(model.parameters()) if p.requires_grad or not trainable_only)
 
 
 def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
@@ -421,6 +423,6 @@ def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool 
         depth = path.count(".")
         if not path or (max_depth != -1 and depth > max_depth) or not (new or show_zero_params):
             continue
-        sizes = [sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad)]
+        sizes = [sum(map(numel, new)), sum(numel(p) for p in new if p.requires_grad)]
         lines.append(f"{'  ' * depth + path:<40} {count(sizes[0]):<20} {count(sizes[1]):<20}")
     print("\n".join([*lines, wide]))

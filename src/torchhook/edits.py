@@ -270,8 +270,8 @@ def _fit(recorded: Any, value: Any, site: Site) -> Any:
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):
         raise _mismatch(site, "structure", _kind(value), _kind(recorded))
-    tensors = iter(new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True))
-    return tree.map_tensors(lambda _: next(tensors), value)
+    fitted = {id(old): new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True)}
+    return tree.map_tensors(lambda tensor: fitted[id(tensor)], value)
 
 
 def _only_tensor(recorded: Any, site: Site, name: str) -> Tensor:

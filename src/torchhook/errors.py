@@ -65,7 +65,7 @@ class SessionError(TorchHookError, RuntimeError):
 
 
 class GuardError(TorchHookError, FloatingPointError):
-    """A guarded model made a NaN or Inf; ``finding``, a ``torchhook.Finding``, says where and from what."""
+    """A guarded model made a NaN or Inf; ``finding``, a ``torchhook.guard.Finding``, says where and from what."""
 
     def __init__(self, finding: Any) -> None:  # not its type: errors import nothing of the library
         super().__init__(str(finding))

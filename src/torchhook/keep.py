@@ -107,7 +107,10 @@ class Keep:
                 value = self.transform(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
-        return tree.map_tensors(self._tensor, value)
+        try:
+            return tree.map_tensors(self._tensor, value)
+        except RecursionError:  # a list that holds itself: no tree to rebuild
+            return value
 
     def owns(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model owns. Their memory outlives the forward pass."""

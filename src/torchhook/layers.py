@@ -14,7 +14,7 @@ from torchhook.keep import Keep
 from torchhook.select import Index, Target, is_callable
 from torchhook.session import Session
 from torchhook.sites import Site
-from torchhook.tables import Table, count
+from torchhook.tables import Table
 
 
 class Layer(NamedTuple):
@@ -81,7 +81,7 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     """The modules of a model down to ``depth``, with the shapes of their outputs if ``inputs`` are given.
 
     >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), inputs=torch.zeros(1, 2)))
-    Sequential: 2 layers, 9.00 parameters
+    Sequential: 2 layers, 9 parameters
     layer    type        output  parameters
     ---------------------------------------
     (model)  Sequential  (1, 3)           9
@@ -98,13 +98,13 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     found = []
     for path, module in index.modules.items():
         first = index.names(module)[0]
-        parameters = sum(_count(p) for p in set(module.parameters()))
+        parameters = sum(numel(p) for p in set(module.parameters()))
         shared = None if first == path else first
         layer = Layer(path, type(module).__name__, parameters, shapes.get(id(module)), shared)
         if depth is None or layer.depth <= depth:
             found.append(layer)
-    total = sum(_count(p) for p in set(model.parameters()))
-    title = f"{type(index.modules['']).__name__}: {len(index.modules) - 1} layers, {count(total).strip()} parameters"
+    total = sum(numel(p) for p in set(model.parameters()))
+    title = f"{type(index.modules['']).__name__}: {len(index.modules) - 1} layers, {total:,} parameters"
     return Layers(title, found)
 
 
@@ -148,11 +148,13 @@ def ops(model: nn.Module, *args: Any, **kwargs: Any) -> Ops:
     listener = session.listen()
     with session:
         model(*args, **kwargs)
-    found = ((path, listener.seen[id(m)]) for path, m in session.index.modules.items() if id(m) in listener.seen)
+    index = session.index
+    found = ((index.names(m)[0], listener.seen[i]) for i, m in index.distinct.items() if i in listener.seen)
     return Ops(Op(path, name, calls) for path, names in found for name, calls in names.items())
 
 
-def _count(parameter: Tensor) -> int:
+def numel(parameter: Tensor) -> int:
+    """The number of elements; a lazy parameter has none yet."""
     return 0 if isinstance(parameter, nn.parameter.UninitializedParameter) else parameter.numel()
 
 

@@ -94,7 +94,7 @@ class Recording:
         """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
         self.order = count()
         self._stores: dict[Site, MemoryStore] = {}
-        self._aliases: dict[str, str] = {}
+        self._aliases: set[tuple[str, str]] = set()
         self._waits: list[Callable[[], None]] = []
 
     # -- filling ------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class Recording:
     def add_alias(self, name: str, path: str) -> None:
         """Let a shared module be read under another of its names."""
         if name != path:
-            self._aliases[name] = path
+            self._aliases.add((name, path))
 
     def wait_with(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` before anything is read: values may still be on their way."""
@@ -134,9 +134,9 @@ class Recording:
 
     def __getitem__(self, key: str | Site | tuple[str | Site, int]) -> Any:
         site, call = self._find(key)
-        rows = self._rows(site, call)
-        calls = [row[0] for row in rows]
+        rows = self._calls(site, call)
         if call is None:
+            calls = [row[0] for row in rows]
             if len(rows) > 1:
                 listed = ", ".join(map(str, calls[:8])) + (", …" if len(calls) > 8 else "")
                 raise AmbiguousCallError(
@@ -144,42 +144,39 @@ class Recording:
                     f"rec[{str(site)!r}, {calls[0]}], or take rec.all({str(site)!r}) or rec.cat({str(site)!r})."
                 )
             return rows[0][2]
-        wanted = calls[call] if -len(calls) <= call < 0 else call
-        found = [row[2] for row in rows if row[0] == wanted]
-        if len(found) > 1:
+        if len(rows) > 1:
+            wanted = rows[0][0]
             raise AmbiguousCallError(
-                f"call {wanted} of {str(site)!r} has {len(found)} records, one for each backward pass through it: "
+                f"call {wanted} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
                 f"take rec.all({str(site._replace(call=wanted))!r})."
             )
-        if not found:
-            raise MissingRecordError(
-                f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
-            )
-        return found[0]
+        return rows[0][2]
 
     def all(self, key: str | Site) -> list[Any]:
         """Every value of a site, in call order."""
         site, call = self._find(key)
-        return [row[2] for row in self._rows(site) if call is None or row[0] == call]
+        return [row[2] for row in self._calls(site, call)]
 
     def cat(self, key: str | Site) -> Any:
         """The values of a site concatenated over calls on dim 0, leaf by leaf."""
         values = self.all(key)
         columns = [list(tree.tensors(value)) for value in values]
+        if len(values) > 1 and not columns[0]:
+            raise ValueError(f"{key!s}: there are no tensors to concatenate; use rec.all({str(key)!r}).")
         if len({len(column) for column in columns}) > 1:
             raise ValueError(f"{key!s}: the calls have different numbers of tensors; use rec.all({str(key)!r}).")
         try:
-            joined = iter([torch.cat(parts) for parts in zip(*columns, strict=True)])
+            joined = {id(parts[0]): torch.cat(parts) for parts in zip(*columns, strict=True)}
         except RuntimeError as error:
             shapes = ", ".join(tree.describe(value) for value in values[:4])
             raise ValueError(f"{key!s}: cannot concatenate {shapes} on dim 0; use rec.all({str(key)!r}).") from error
-        return tree.map_tensors(lambda _: next(joined), values[0])
+        return tree.map_tensors(lambda tensor: joined[id(tensor)], values[0])
 
     def records(self, key: str | Site | None = None) -> list[Record]:
         """The records of one site, or of all of them in the order in which they were kept."""
         if key is not None:
-            site, _ = self._find(key)
-            return [Record(site, *row) for row in self._rows(site)]
+            site, call = self._find(key)
+            return [Record(site, *row) for row in self._calls(site, call)]
         self.wait()
         every = [Record(site, *row) for site, store in self._stores.items() for row in store]
         return sorted(every, key=lambda record: record.order)
@@ -213,14 +210,15 @@ class Recording:
 
     def __contains__(self, key: object) -> bool:
         try:
-            site, call = self._find(key)  # type: ignore[arg-type]
-            return any(call is None or row[0] == call for row in self._rows(site))
+            return bool(self._calls(*self._find(key)))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return False
 
     def _find(self, key: str | Site | tuple[str | Site, int]) -> tuple[Site, int | None]:
         call: int | None = None
         if isinstance(key, tuple) and not isinstance(key, Site):
+            if len(key) != 2:
+                raise TypeError(f"rec[site, call] takes two parts, found {len(key)}.")
             address, call = key
             if not isinstance(call, int):
                 raise TypeError(f"rec[site, call]: the call must be an integer, found {call!r}.")
@@ -232,10 +230,29 @@ class Recording:
             options = list(readings(address))
         else:
             raise TypeError(f"a recording is read by address, found {type(address).__name__}.")
-        sites = [o._replace(path=self._aliases.get(o.path, o.path), call=None) for o in options]
+        sites = [self._recorded(option.every_call) for option in options]
         # A name may look like an address ("a:input"): the first reading that was recorded is meant.
         chosen = next((i for i, site in enumerate(sites) if site in self._stores), len(sites) - 1)
         return sites[chosen], options[chosen].call if call is None else call
+
+    def _recorded(self, site: Site) -> Site:
+        """The site under the name that it was recorded by. Its ports may have been asked for by different names."""
+        names = [site.path, *(path for name, path in self._aliases if name == site.path)]
+        here = (site._replace(path=name) for name in names)
+        return next((known for known in here if known in self._stores), site)
+
+    def _calls(self, site: Site, call: int | None) -> list[Row]:
+        """The rows of one call, or of all of them."""
+        rows = self._rows(site, call)
+        if call is None:
+            return rows
+        calls = [row[0] for row in rows]
+        wanted = calls[call] if -len(calls) <= call < 0 else call
+        if wanted not in calls:
+            raise MissingRecordError(
+                f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
+            )
+        return [row for row in rows if row[0] == wanted]
 
     def _rows(self, site: Site, call: int | None = None) -> list[Row]:
         self.wait()
@@ -289,8 +306,10 @@ class Recording:
             {
                 "model": self.model_name,
                 "records": [[_plain(record.site), record.call] for record in records],
-                "aliases": self._aliases,
+                "aliases": sorted(self._aliases),
                 "missing": self.missing,
+                "elsewhere": self.elsewhere,
+                "recomputed": self.recomputed,
             },
         )
 
@@ -312,8 +331,10 @@ def load(path: str | Path) -> Recording:
     recording = Recording()
     with saving.understood(path):
         recording.model_name = about["model"]
-        recording._aliases = dict(about["aliases"])
+        recording._aliases = {(name, path) for name, path in about["aliases"]}
         recording.missing = dict(about["missing"])
+        recording.elsewhere = dict(about["elsewhere"])
+        recording.recomputed = dict(about["recomputed"])
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             recording.open_store(Site(place, op, None, port)).put((call, next(recording.order), value))
     return recording

@@ -91,7 +91,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
         metadata = dict(entries.pop("__metadata__"))
         stated = metadata.pop("sha256")
         wanted = end + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _broken(
             path, "the header is not one that torchhook writes: altered, or another program's file"
         ) from error
@@ -113,7 +113,7 @@ def _digest(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one element may have any stride
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

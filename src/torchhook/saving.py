@@ -32,13 +32,17 @@ VERSION = 1
 class Loaded(OrderedDict[str, Any]):
     """A named tuple, dataclass or model output read from a file: its fields by name, position or attribute."""
 
+    def __getattribute__(self, name: str) -> Any:
+        # A field comes before a method of dict: the layers of a key-value cache have fields `keys` and `values`.
+        if not name.startswith("__") and dict.__contains__(self, name):
+            return dict.__getitem__(self, name)
+        return super().__getattribute__(name)
+
     def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
         raise AttributeError(f"this {type(self).__name__} has no field {name!r}; it has {', '.join(self)}")
 
     def __getitem__(self, key: Any) -> Any:
-        return list(self.values())[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+        return list(dict.values(self))[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
 
 
 class Opaque(NamedTuple):
@@ -94,7 +98,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors)
     if value is None or isinstance(value, (bool, int, str)):
-        return {"leaf": value if type(value) in (bool, int, str, type(None)) else str(value)}
+        plain = (kind for kind in (bool, int, str) if isinstance(value, kind))
+        return {"leaf": None if value is None else next(plain)(value)}
     if isinstance(value, float):
         return {"leaf": value} if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, complex):
@@ -105,8 +110,10 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"size": list(value)}
     if isinstance(value, (torch.dtype, torch.device)):
         return {type(value).__name__: str(value).removeprefix("torch.")}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-        return {"array": _encode_tensor(torch.from_numpy(np.ascontiguousarray(value)), tensors)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char in "?bBhHiIlLqQefdFD":
+        tag = "array" if isinstance(value, np.ndarray) else "number"
+        native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")  # fresh: writable, of positive strides
+        return {tag: _encode_tensor(torch.from_numpy(native), tensors)}
     if isinstance(value, tree.Inputs):
         return {"inputs": several(value)}
     if isinstance(value, Opaque):
@@ -136,6 +143,7 @@ def _decode(code: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         "dtype": lambda: getattr(torch, body),
         "device": lambda: torch.device(body),
         "array": lambda: _decode(body, tensors).numpy(),
+        "number": lambda: _decode(body, tensors).numpy()[()],
         "inputs": lambda: tree.Inputs(*several(body)),
         "opaque": lambda: Opaque(*body),
         "tuple": lambda: tuple(several(body)),
@@ -193,7 +201,8 @@ def _encode_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> Any:
         name = str(tensor.layout).removeprefix("torch.")
         if name not in ("sparse_coo", *(str(known).removeprefix("torch.") for known in _COMPRESSED)):
             return put(tensor.to_dense())
-        return {name: [list(tensor.shape), [put(part) for part in parts(tensor)]]}
+        coalesced = name == "sparse_coo" and tensor.is_coalesced()
+        return {name: [list(tensor.shape), [put(part) for part in parts(tensor)], coalesced]}
     if tensor.is_quantized:
         kind = str(tensor.dtype).removeprefix("torch.")
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -205,6 +214,8 @@ def _encode_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> Any:
     tensor = tensor.as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
     if tensor.is_complex():
         return {"complex_tensor": put(torch.view_as_real(tensor))}
+    if tensor.dtype not in safefile.DTYPES and tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return {"bits": [str(tensor.dtype).removeprefix("torch."), put(tensor.contiguous().view(torch.uint8))]}
     if tensor.dtype not in safefile.DTYPES:
         return {"opaque": [_type_name(tensor), f"{tensor.dtype} of shape {tuple(tensor.shape)}"]}
     name = f"t{len(tensors)}"
@@ -218,6 +229,8 @@ def _decode_tensor(tag: str, body: Any, tensors: dict[str, Tensor]) -> Any:
 
     if tag == "tensor":
         return tensors[body]
+    if tag == "bits":
+        return take(body[1]).view(getattr(torch, body[0]))
     if tag == "meta":
         return torch.empty(body[0], dtype=getattr(torch, body[1]), device="meta")
     if tag == "complex_tensor":
@@ -227,7 +240,7 @@ def _decode_tensor(tag: str, body: Any, tensors: dict[str, Tensor]) -> Any:
         return torch.nested.as_nested_tensor([take(part) for part in body[1]], layout=layout)
     if tag == "sparse_coo":
         indices, values = map(take, body[1])
-        return torch.sparse_coo_tensor(indices, values, body[0], check_invariants=True)
+        return torch.sparse_coo_tensor(indices, values, body[0], check_invariants=True, is_coalesced=body[2] or None)
     if tag in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"):
         first, second, values = map(take, body[1])
         return torch.sparse_compressed_tensor(

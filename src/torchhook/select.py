@@ -88,12 +88,19 @@ def resolve(
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
     index = model if isinstance(model, Index) else Index(model)
-    left_out = set() if exclude is None else {_identity(target) for target in _choose(index, exclude, port)}
+    excluded = [] if exclude is None else list(_choose(index, exclude, "output"))
+    left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
     chosen: dict[Any, Target] = {}
     for target in _choose(index, selectors, port):
         identity = _identity(target)
-        if identity not in left_out:
+        if not left_out or not left_out & {(identity, None), (identity, target.site.port)}:
             chosen.setdefault((identity, target.site[1:]), target)
+    # "relu" holds "relu#1" already.
+    chosen = {
+        key: target
+        for key, target in chosen.items()
+        if target.site.call is None or (key[0], target.site.every_call[1:]) not in chosen
+    }
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())
@@ -107,7 +114,7 @@ def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
     if isinstance(selector, str):
         yield from _by_text(index, selector, port)
     elif isinstance(selector, Site):
-        yield from _by_site(index, selector, str(selector))
+        yield from _by_site(index, selector)
     elif isinstance(selector, nn.Module):
         names = index.names(selector)
         if not names:
@@ -115,7 +122,7 @@ def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
                 f"this {type(selector).__name__} is not part of the model: "
                 "a copy, a wrapper or another model's layer. Pass the model's own module, or its name."
             )
-        yield from _by_site(index, Site(names[0], port=port), f"{type(selector).__name__} {names[0]!r}")
+        yield from _by_site(index, Site(names[0], port=port))
     elif isinstance(selector, re.Pattern):
         found = _modules(index, lambda path, _: selector.search(path) is not None)
         yield from _some(
@@ -173,7 +180,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     if site.port == "output" and not text.endswith(":output"):
         site = site._replace(port=port)
     if not _is_glob(site.path) or site.path in index.modules or site.path in index.tensors:
-        yield from _by_site(index, site, text)
+        yield from _by_site(index, site)
         return
     matches = _glob(site.path).fullmatch
     # The model itself is no component of a path: a glob never means it.
@@ -189,7 +196,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
         yield Target(site._replace(path=name), *index.tensors[name])
 
 
-def _by_site(index: Index, site: Site, text: str) -> Iterator[Target]:
+def _by_site(index: Index, site: Site) -> Iterator[Target]:
     module = index.modules.get(site.path)
     if module is None:
         if site.path not in index.tensors:
@@ -199,20 +206,22 @@ def _by_site(index: Index, site: Site, text: str) -> Iterator[Target]:
         yield Target(site, module)
     else:
         raise SelectorError(
-            f"{text!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "
+            f"{site.path!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "
             f"Select its members: '{site.path}.*'."
         )
 
 
 def _name_hint(index: Index, path: str) -> str:
+    head, colon, port = path.rpartition(":")
+    if colon and head in index.modules:
+        return f"{head!r} is one, but {port!r} is no port; ports are {', '.join(map(repr, PORTS))}."
     deeper = [p for p in index.modules if p.endswith("." + path)]
     if len(deeper) > 1:
         return f"'**.{path}' would choose {len(deeper)}: {', '.join(map(repr, deeper[:3]))}, …"
     dotted = re.sub(r"\[(\d+)\]", r".\1", path)  # blocks[3], as one writes it in Python
     if dotted != path and dotted in index.modules:
         return f"Did you mean {dotted!r}?"
-    names = [*index.modules, *index.tensors] if _last(path) in {_last(p) for p in index.tensors} else index.modules
-    return suggestion(path, names)
+    return suggestion(path, index.modules if path.count(".") == 0 else [*index.modules, *index.tensors])
 
 
 def _glob_hint(index: Index, pattern: str) -> str:
@@ -242,14 +251,17 @@ def _glob(pattern: str) -> re.Pattern[str]:
     ``**`` stands for any number of components, none included; ``*``, ``?`` and ``[…]`` stay inside one.
     """
     components = (r"(?:[^.]+\.)*" if c == "**" else _component(c) + r"\." for c in pattern.split("."))
-    return re.compile("".join(components), re.DOTALL)
+    try:
+        return re.compile("".join(components), re.DOTALL)
+    except re.error as error:
+        raise SelectorError(f"{pattern!r} is not a glob: {error}.") from error
 
 
 def _component(glob: str) -> str:
     def piece(match: re.Match[str]) -> str:
         text = match[0]
-        if text.startswith("["):
-            inside = text[1:-1].replace("\\", "\\\\")
+        if len(text) > 1:
+            inside = re.sub(r"[\\^\[&~|]", r"\\\g<0>", text[1:-1])
             return f"[^{inside[1:]}.]" if inside.startswith("!") else f"[{inside}]"
         return {"*": "[^.]*", "?": "[^.]"}.get(text) or re.escape(text)
 

@@ -63,7 +63,7 @@ def readings(address: str) -> Iterator[Site]:
         rest, port = head, tail
         yield Site(rest, port=port)
     call: int | None = None
-    if match := re.fullmatch(r"(.*)#(\d+)", rest, re.DOTALL):
+    if match := re.fullmatch(r"(.*)#([0-9]{1,9})", rest, re.DOTALL):
         rest, call = match[1], int(match[2])
         yield Site(rest, call=call, port=port)
     head, slash, op = rest.rpartition("/")
@@ -73,7 +73,7 @@ def readings(address: str) -> Iterator[Site]:
 
 _WRAPPED = {
     "_orig_mod": {"OptimizedModule"},
-    "module": {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"},
+    "module": {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "AveragedModel"},
     "_fsdp_wrapped_module": {"FullyShardedDataParallel"},
     "_checkpoint_wrapped_module": {"ActivationWrapper", "CheckpointWrapper", "OffloadWrapper"},
 }

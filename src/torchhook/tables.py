@@ -66,7 +66,7 @@ def count(number: float, precision: int = 2) -> str:
     '11.69 M'
     """
     units = ["", "K", "M", "G", "T"]
-    while abs(number) >= 1000 and len(units) > 1:
+    while round(abs(number), precision) >= 1000 and len(units) > 1:
         number /= 1000
         del units[0]
     return f"{number:.{precision}f} {units[0]}"

@@ -100,7 +100,8 @@ def _unpack_tuple(value: tuple[Any, ...]) -> Node:
         # _make goes past a subclass's own __new__: PackedSequence checks and moves its arguments there.
         return Node(list(fields), list(value), kind._make)
     if hasattr(kind, "n_fields"):  # torch.return_types.*
-        return Node(_indices(value), list(value), kind)
+        names = list(getattr(kind, "__match_args__", ()))
+        return Node(names if len(names) == len(value) else _indices(value), list(value), kind)
     return Node(_indices(value), list(value), lambda new: tuple.__new__(kind, new))
 
 
@@ -222,15 +223,16 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(function, value, {})
 
 
-def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, Any]) -> Any:
+def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if id(value) in done:  # an object that several others hold
-        return done[id(value)]
+        return done[id(value)][1]
     node = unpack(value)
     if node is None:
         return value.copy() if isinstance(value, np.ndarray) else value
-    done[id(value)] = result = node.rebuild([_map(function, child, done) for child in node.children])
+    result = node.rebuild([_map(function, child, done) for child in node.children])
+    done[id(value)] = value, result  # the value is held: the id of one that was made on the way would be used again
     return result
 
 

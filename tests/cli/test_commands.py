@@ -17,6 +17,7 @@ import torchhook as th
 from tests.cli import nets
 from tests.cli.conftest import Command
 from torchhook import demo
+from torchhook.extract import open_features
 
 SMALL = "tests.cli.nets:small"
 SHAPE = "1x3x32x32"
@@ -84,7 +85,7 @@ def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path,
     line = ["extract", SMALL, "--data", photos, "-l", "1", "--pool", "mean", "-o", out, "--size", 32, "--workers", 0]
     done = torchhook(*line, "--no-progress")
     assert done.code == 0
-    features = th.extract.open_features(out) if hasattr(th.extract, "open_features") else th.open_features(out)
+    features = open_features(out)
     assert features["1"].shape == (5, 8)
     assert list(features.ids) == [f"{i}.png" for i in range(5)]
     shard = next((out / "shards").glob("*.safetensors"))
@@ -194,6 +195,35 @@ def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         timeout=300,
         check=False,
     )
+
+
+def test_a_terminal_gets_colours_and_the_same_cells(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    shown = torchhook("layers", SMALL, "--shape", SHAPE).out
+    assert "\x1b[" in shown
+    assert "(1, 8, 15, 15)" in shown
+    assert "AdaptiveAvgPool2d" in shown
+
+
+@pytest.mark.slow
+def test_the_line_of_the_manual_works_on_a_real_model(torchhook: Command, tmp_path: Path, photos: Path) -> None:
+    pytest.importorskip("timm", reason="timm is not installed")
+    line = ("--data", photos, "--layers", "blocks.11", "--out", tmp_path / "features", "--pool", "mean", "--workers", 0)
+    assert torchhook("extract", "timm:vit_tiny_patch16_224", *line).code == 0
+    assert open_features(tmp_path / "features")["blocks.11"].shape == (5, 192)
+
+
+@pytest.mark.slow
+def test_a_pretrained_network_finds_the_cat(torchhook: Command, tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    data = pytest.importorskip("skimage.data", reason="scikit-image is not installed")
+    pillow.fromarray(data.chelsea()).save(tmp_path / "cat.png")
+    out = tmp_path / "cat.html"
+    line = ("--input", tmp_path / "cat.png", "--mean", 0.5, "--std", 0.5, "-o", out)
+    assert torchhook("report", "torchhook.demo:efficientnet_lite0", *line).code == 0
+    page = out.read_text("utf-8")
+    assert any(f"class {cat}, the most likely" in page for cat in (281, 282, 285))  # tabby, tiger, Egyptian
 
 
 @pytest.mark.slow

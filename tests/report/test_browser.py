@@ -201,7 +201,11 @@ def test_text_models_show_tokens_and_heads(tab: Tab, tmp_path: Path) -> None:
     page = tab.open(path)
     assert page.eval_on_selector_all(".tokens span", "all => all.map(t => t.textContent)") == words
     page.click("[title='encoder.self_attn'] b")
-    assert page.locator("#detail .tile", has_text="").count() >= 3
+    head = page.locator("#detail section", has_text="Attention").locator("figure").nth(1)
+    assert head.locator("figcaption").text_content() == "head 0"
+    box = head.locator(".tile").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.3)
+    assert head.locator("figcaption").text_content() == "hooks → [SEP]"
     assert (tab.said, tab.foreign) == ([], [])
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchhook import tree
-from torchhook.cli.models import config_of
+from torchhook.cli.models import config_of, library
 from torchhook.cli.trouble import Trouble, short
 from torchhook.errors import require
 from torchhook.extract.images import SUFFIXES, ImageFolder
@@ -121,10 +121,10 @@ def _text(text: str, name: str) -> Given:
         raise Trouble(
             "text needs a tokeniser: name the model as transformers:FOLDER, or give token ids in .safetensors."
         )
-    library = require("transformers", "test")
+    hugging_face = library("transformers")
     folder = path if Path(path).is_dir() else str(Path(path).parent)
     try:
-        tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise Trouble(f"{folder} holds no tokeniser: {short(error)}") from error
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.cli.trouble import Trouble, short
-from torchhook.errors import require, suggestion
+from torchhook.errors import suggestion
 
 FORMS = "torchvision:NAME, timm:NAME, transformers:PATH, package.module:callable, or a .pt2 file"
 
@@ -46,9 +46,11 @@ def _named(name: str, pretrained: bool, allow_pickle: bool) -> nn.Module:
     return makers[home](rest, pretrained) if home in makers else _imported(home, rest)
 
 
-def _library(package: str) -> Any:
+def library(package: str) -> Any:
     try:
-        return require(package, "test")
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise Trouble(f"{package} is not installed, or not whole ({short(error)}): pip install {package}") from error
     except (RuntimeError, AttributeError) as error:
         raise Trouble(
             f"{package} is installed and cannot be imported ({short(error)}). A torchvision that was built for another "
@@ -57,7 +59,7 @@ def _library(package: str) -> Any:
 
 
 def _torchvision(name: str, pretrained: bool) -> nn.Module:
-    models = _library("torchvision").models
+    models = library("torchvision").models
     if name not in models.list_models():
         raise Trouble(f"torchvision has no model {name!r}. {suggestion(name, models.list_models())}")
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -66,7 +68,7 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
 
 
 def _timm(name: str, pretrained: bool) -> nn.Module:
-    timm = _library("timm")
+    timm = library("timm")
     if not timm.is_model(name.partition(".")[0]):
         raise Trouble(f"timm has no model {name!r}. {suggestion(name, timm.list_models())}")
     model: nn.Module = timm.create_model(name, pretrained=pretrained)
@@ -75,7 +77,7 @@ def _timm(name: str, pretrained: bool) -> nn.Module:
 
 def _transformers(name: str, pretrained: bool) -> nn.Module:
     """A folder with weights is loaded; a config, in a file or a folder, is built with random ones."""
-    library = _library("transformers")
+    hugging_face = library("transformers")
     path = Path(name)
     folder = path if path.is_dir() else None
     if folder is None and not path.is_file() and not pretrained:
@@ -83,16 +85,16 @@ def _transformers(name: str, pretrained: bool) -> nn.Module:
             f"no folder or config file {name!r}. To fetch a model of that name from the hub, add --pretrained."
         )
     try:
-        config = library.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
+        config = hugging_face.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
     except (OSError, ValueError, KeyError) as error:
         raise Trouble(f"{name} holds no config that transformers can read: {short(error)}") from error
-    kind = getattr(library, (config.architectures or [""])[0], None)
+    kind = getattr(hugging_face, (config.architectures or [""])[0], None)
     ready = pretrained or (folder is not None and any(folder.glob("*.safetensors")))
     if ready:
         options = {"local_files_only": not pretrained, "use_safetensors": True}
-        model: nn.Module = (kind or library.AutoModel).from_pretrained(name, **options)
+        model: nn.Module = (kind or hugging_face.AutoModel).from_pretrained(name, **options)
         return model
-    return kind(config) if kind is not None else library.AutoModel.from_config(config)  # type: ignore[no-any-return]
+    return kind(config) if kind is not None else hugging_face.AutoModel.from_config(config)  # type: ignore[no-any-return]
 
 
 def _imported(home: str, name: str) -> nn.Module:

@@ -12,8 +12,8 @@ from torchhook.plot import style
 from torchhook.plot.overlay import draw, images
 from torchhook.plot.values import Array, Source, Value, flaws, limits, one, token_grid
 
-_FEW = 40
-_LETTER = 0.077  # inches, of the monospaced words
+_LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
+_LINE = 2.5 / 72
 
 
 def attention(
@@ -96,10 +96,10 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
         style.title(panel, " · ".join(p for p in (label, flaws(one_head)) if p), small=True)
         if tokens is not None:
             if i >= len(weights) - columns:
-                style.names(panel, list(tokens), "x", room=_FEW, width=12)
+                style.names(panel, list(tokens), "x", width=12)
                 panel.tick_params(axis="x", rotation=90, length=0, labelcolor=style.INK)
             if i % columns == 0 and queries == keys:
-                style.names(panel, list(tokens), "y", room=_FEW, width=12)
+                style.names(panel, list(tokens), "y", width=12)
                 panel.tick_params(axis="y", length=0, labelcolor=style.INK)
         elif len(weights) == 1 and ax is None:
             style.colorbar(panel, shown, "weight")
@@ -114,12 +114,18 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
         raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
     words = [style.elide(token, 18) for token in tokens]
     figure, axes = style.panels(len(weights), ax, fig, columns=1)
-    width = 7.6 if ax is None and fig is None else axes[0].get_window_extent().width / figure.dpi
-    room = width / _LETTER
-    lines = _wrapped(words, room - 3)
+    letters: float = style.LABEL
     if ax is None and fig is None:
-        figure.set_size_inches(width, (0.32 * len(lines) + 0.34) * len(weights) + 0.5)
+        width, lines = 7.6, _wrapped(words, 7.6 / (_LETTER * letters) - 3)
+        figure.set_size_inches(width, (_LINE * letters * len(lines) + 0.34) * len(weights) + 0.5)
         figure.set_layout_engine("constrained")
+    else:
+        width, height = style.size(axes[0])
+        lines = _wrapped(words, width / (_LETTER * letters) - 3)
+        while _LINE * letters * len(lines) > height and letters > 3:
+            letters -= 0.5
+            lines = _wrapped(words, width / (_LETTER * letters) - 3)
+    room = width / (_LETTER * letters)
     cmap = style.colormap("Oranges")
     for panel, one_head, label in zip(axes, weights, labels, strict=True):
         row = np.nan_to_num(one_head[query])
@@ -133,7 +139,7 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
             for index, start in line:
                 asked = index == query % weights.shape[1] and weights.shape[1] == keys
                 strength = float(row[index]) / top
-                panel.text(start, i + 0.5, words[index], fontsize=style.LABEL, family="monospace", va="center",
+                panel.text(start, i + 0.5, words[index], fontsize=letters, family="monospace", va="center",
                            color="white" if strength > 0.7 else style.INK, fontweight="bold" if asked else "normal",
                            bbox={"boxstyle": "round,pad=0.25", "facecolor": cmap(0.85 * strength),
                                  "edgecolor": style.INK if asked else "none", "linewidth": 1.0})  # fmt: skip

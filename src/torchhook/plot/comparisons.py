@@ -81,9 +81,7 @@ def _legend(ax: Any, statuses: set[str], exact: bool) -> None:
     if exact:
         handles.append(lines.Line2D([], [], color=style.BLUE, marker="o", linestyle="", markersize=4.5,
                                     markerfacecolor="white", label="bit for bit"))  # fmt: skip
-    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.1,
-              fontsize=style.SMALL, frameon=False,
-              labelcolor=style.INK, handlelength=1)  # fmt: skip
+    style.legend(ax, handles)
 
 
 def sweep(
@@ -105,9 +103,9 @@ def sweep(
     columns = shown.shape[1]
     labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
     if tokens is not None:
-        if result.positions is None or len(tokens) <= max(p % len(tokens) for p in result.positions):
+        if result.positions is None or not all(-len(tokens) <= p < len(tokens) for p in result.positions):
             raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
-        labels = [f"{tokens[p]}" for p in result.positions]
+        labels = [tokens[p] for p in result.positions]
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
     figure, ax = style.single(width, height, ax, fig)
     low, high = limits(shown, clip=0.5, centre=share)
@@ -117,7 +115,7 @@ def sweep(
     image = ax.imshow(shown, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     style.chart(ax, "position", grid=None)
     ax.spines[:].set_visible(False)
-    style.names(ax, labels, "x", room=48, width=14)
+    style.names(ax, labels, "x", width=14)
     style.names(ax, [site or "(model)" for site in result.sites], "y")
     style.colorbar(ax, image, "0 corrupted, 1 clean" if share else "metric")
     if title is None:

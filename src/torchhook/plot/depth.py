@@ -58,7 +58,7 @@ def statistics(
     style.names(lower, [value.name for value in found])
     bad = [i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()]
     _mark(upper, lower, bad, "NaN or Inf")
-    _legend(upper)
+    style.legend(upper)
     style.title(upper, "Activations over depth" if title is None else title)
     return figure
 
@@ -101,7 +101,7 @@ def gradient_flow(
         i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()
     ]
     _mark(ax, ax, sorted({*dead, *broken}), "zero, NaN or Inf")
-    _legend(ax)
+    style.legend(ax)
     style.title(ax, "Gradient flow" if title is None else title)
     return figure
 
@@ -131,8 +131,3 @@ def _mark(ax: Any, labels: Any, places: list[int], meaning: str) -> None:
     for tick, place in zip(labels.get_xticklabels(), labels.get_xticks(), strict=False):
         if int(place) in places:
             tick.set_color(style.RED)
-
-
-def _legend(ax: Any) -> None:
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=style.SMALL, frameon=False,
-              labelcolor=style.INK, handlelength=1.2, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip

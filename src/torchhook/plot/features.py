@@ -50,7 +50,7 @@ def feature_maps(
     if reduce is not None and reduce not in _REDUCTIONS:
         raise ValueError(f"reduce={reduce!r}: use {', '.join(map(repr, _REDUCTIONS))} or None.")
     if len(found) > 1 or reduce is not None:
-        pictures = [(_label(v.name), _reduced(maps(v, sample, layout, grid), reduce or "mean")) for v in found]
+        pictures = [(v.name, _reduced(maps(v, sample, layout, grid), reduce or "mean")) for v in found]
         head, clip = "", 0.0 if clip is None else clip
     else:
         value = found[0]
@@ -62,7 +62,6 @@ def feature_maps(
         clip = 1.0 if clip is None else clip
     shape = float(np.median([_aspect(m) for _, m in pictures]))
     head = head if title is None else title
-    labels = [" · ".join(p for p in (label, flaws(picture.array)) if p) for label, picture in pictures]
     figure, axes = style.panels(
         len(pictures),
         ax,
@@ -71,11 +70,11 @@ def feature_maps(
         columns=columns,
         shape=shape,
         head=bool(head),
-        titles=any(labels),
+        titles=any(name or flaws(picture.array) for name, picture in pictures),
     )
-    for (_, picture), label, panel in zip(pictures, labels, axes, strict=True):
+    for (name, picture), panel in zip(pictures, axes, strict=True):
+        style.title(panel, style.caption(panel, name, flaws(picture.array)), small=True)
         _draw(panel, picture, cmap, clip)
-        style.title(panel, label, small=True)
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -114,7 +113,3 @@ def _channels(count: int, wanted: int | Sequence[int]) -> list[int]:
 def _aspect(picture: Maps) -> float:
     height, width = picture.array.shape
     return 2.5 if picture.flat else width / height
-
-
-def _label(name: str) -> str:
-    return style.elide(name, 22)

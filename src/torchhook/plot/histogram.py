@@ -45,7 +45,7 @@ def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, 
     heights, edges = np.histogram(finite, bins=bins, range=(low, high))
     ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
     style.chart(ax, "value", "count")
-    if log:
+    if log and heights.any():
         ax.set_yscale("log")
     if finite.size:
         mean = float(finite.mean())
@@ -82,7 +82,10 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0)
     ax.set_ylim(-len(found) + 0.6, 1.9)
-    _rows(ax, [value.name + _mark(value) for value in found])
+    style.names(
+        ax, [value.name + _mark(value) for value in found], "y", width=36, places=[-i for i in range(len(found))]
+    )
+    ax.tick_params(axis="y", labelcolor=style.INK)
     style.title(ax, f"{len(found)} layers" if title is None else title)
     return figure
 
@@ -93,12 +96,6 @@ def _heights(array: Array, edges: Array, log: bool) -> Array:
     # A spike (the zeros of a ReLU) may stand out, but not make the rest vanish.
     top = max(float(np.percentile(heights, 97)), float(heights.max()) / 6, 1e-12)
     return np.minimum(heights / top, 1.6)
-
-
-def _rows(ax: Any, labels: list[str]) -> None:
-    step = max(-(-len(labels) // 64), 1)
-    shown = range(0, len(labels), step)
-    ax.set_yticks([-i for i in shown], [style.elide(labels[i]) for i in shown], fontsize=style.SMALL, color=style.INK)
 
 
 def _mark(value: Value) -> str:

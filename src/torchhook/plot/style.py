@@ -16,6 +16,7 @@ BLUE, AMBER, RED, GREEN = "#3457b1", "#d08a1d", "#c8372d", "#3a8f5c"
 BAD = "#f3c9c5"  # NaN: no colormap has it
 TITLE, LABEL, SMALL = 11, 9, 7.5
 _WIDEST = 2.5
+_MOST_LABELS = 64
 
 
 def canvas(
@@ -133,28 +134,65 @@ def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | No
 
 
 def elide(name: str, width: int = 28) -> str:
-    """A name that fits, with its middle left out.
+    """A name that fits: components shrink to a letter and their number, from the left, before anything is left out.
 
-    >>> elide("encoder.layers.encoder_layer_11.self_attention", 21)
-    'encoder.la…_attention'
+    >>> elide("vit.encoder.layer.11.attention.attention.query")
+    'v.e.l.11.a.attention.query'
     """
-    if len(name) <= width:
-        return name
-    half = (width - 1) // 2
-    return f"{name[: width - 1 - half]}…{name[-half:]}"
+    parts = name.split(".")
+    for i in range(len(parts) - 1):
+        if len(".".join(parts)) <= width:
+            break
+        letters = parts[i].lstrip("_")
+        digits = "".join(c for c in letters if c.isdigit())
+        parts[i] = digits if letters[:1].isdigit() else letters[:1] + digits
+    short = ".".join(parts)
+    if len(short) <= width:
+        return short
+    half = max((width - 1) // 2, 1)
+    return f"{short[: max(width - 1 - half, 1)]}…{short[-half:]}"
 
 
-def names(ax: Axes, labels: Sequence[str], axis: str = "x", room: int = 64, width: int = 28) -> None:
-    """Label the integers of an axis, leaving labels out evenly where there are more than fit."""
-    step = max(math.ceil(len(labels) / room), 1)
+def size(ax: Axes) -> tuple[float, float]:
+    """Width and height of an axes in inches, as far as they are known before the figure is laid out."""
+    locator = ax.get_axes_locator()
+    if locator is not None:  # an inset has no place of its own until it is asked for
+        ax.apply_aspect(locator(ax, None))
+    box = ax.get_window_extent()
+    return box.width / ax.figure.dpi, box.height / ax.figure.dpi
+
+
+def caption(ax: Axes, name: str, note: str = "") -> str:
+    """A small title that is no wider than its panel."""
+    letters = int(size(ax)[0] / (0.55 * SMALL / 72))
+    return " · ".join(part for part in (elide(name, max(letters - len(note), 5)), note) if part)
+
+
+def names(
+    ax: Axes, labels: Sequence[str], axis: str = "x", width: int = 28, places: Sequence[float] | None = None
+) -> None:
+    """Label the places of an axis (0, 1, 2, …), leaving labels out evenly where there are more than fit."""
+    places = range(len(labels)) if places is None else places
+    letters = SMALL if len(labels) <= 40 else SMALL - 1.5
+    room = max(int(size(ax)[0 if axis == "x" else 1] / (1.3 * letters / 72)), 2)
+    step = math.ceil(len(labels) / min(room, _MOST_LABELS))
     ticks = list(range(0, len(labels), step))
     shown = [elide(labels[i], width) for i in ticks]
-    size = SMALL if len(ticks) <= 40 else SMALL - 1.5
     if axis == "x":
-        upright = sum(map(len, shown)) <= 60 and len(shown) <= 16
-        ax.set_xticks(ticks, shown, rotation=0 if upright else 90, fontsize=size)
+        upright = sum(len(text) + 2 for text in shown) * 0.6 * letters / 72 <= size(ax)[0]
+        ax.set_xticks([places[i] for i in ticks], shown, rotation=0 if upright else 90, fontsize=letters)
     else:
-        ax.set_yticks(ticks, shown, fontsize=size)
+        ax.set_yticks([places[i] for i in ticks], shown, fontsize=letters)
+
+
+def legend(ax: Axes, handles: Sequence[Any] | None = None) -> None:
+    """A legend above the right end of a chart, or inside a narrow one."""
+    options: dict[str, Any] = {} if handles is None else {"handles": handles}
+    if size(ax)[0] >= 4.2:
+        options |= {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 4, "borderaxespad": 0.1, "frameon": False}
+    else:
+        options |= {"loc": "best", "frameon": True, "framealpha": 0.8, "edgecolor": "none"}
+    ax.legend(fontsize=SMALL, labelcolor=INK, handlelength=1.2, columnspacing=1.2, **options)
 
 
 def number(value: float) -> str:

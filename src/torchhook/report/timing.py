@@ -18,22 +18,22 @@ from torchhook.tree import Inputs, tensors
 
 def seconds(model: nn.Module, index: Index, inputs: Inputs, repeats: int) -> dict[str, float]:
     """Seconds in each module and below it, by its first name; all calls of one run together."""
+    runs = [_timed(model, index, inputs) for _ in range(repeats + 1)]
+    counted = runs[1:] or runs  # the first warms up
+    return {path: min(run[path] for run in counted if path in run) for path in counted[0]}
+
+
+def _timed(model: nn.Module, index: Index, inputs: Inputs) -> dict[str, float]:
     devices = {t.device for t in (*model.parameters(), *tensors(inputs)) if t.device.type == "cuda"}
-    best: dict[str, float] = {}
-    for run in range(repeats + 1):
-        clock = _Clock([torch.cuda.current_stream(device) for device in devices])
-        session = Session(model, index=index, warn=False)
-        for module in filter(is_callable, index.distinct.values()):
-            site = Site(index.names(module)[0])
-            session.look(Target(site._replace(port="input"), module), clock.enter(site.path))
-            session.look(Target(site, module), clock.leave(site.path))
-        with torch.no_grad(), session:
-            running.call(model, inputs)
-        found = clock.read()
-        best = (
-            {path: min(time_, best.get(path, time_)) for path, time_ in found.items()} if run > 1 else found
-        )  # run 0 warms up
-    return best
+    clock = _Clock([torch.cuda.current_stream(device) for device in devices])
+    session = Session(model, index=index, warn=False)
+    for module in filter(is_callable, index.distinct.values()):
+        site = Site(index.names(module)[0])
+        session.look(Target(site._replace(port="input"), module), clock.enter(site.path))
+        session.look(Target(site, module), clock.leave(site.path))
+    with torch.no_grad(), session:
+        running.call(model, inputs)
+    return clock.read()
 
 
 class _Clock:

@@ -29,6 +29,7 @@ class Detail {
       head.push(el("p", { class: "note" }, "The same module as ", this.link(shared, this.page.layers[shared].path), "."));
       return head;
     }
+    if (!layer.runs) head.push(el("p", { class: "note" }, "It holds other layers, and is never called itself."));
     if (layer.silent) head.push(el("p", { class: "alert" }, el("b", {}, "Never ran. "), layer.silent));
     const body = el("div");
     head.push(body);
@@ -63,12 +64,12 @@ class Detail {
       made.push(el("p", { class: "alert mild" }, el("b", {}, "Dead channels. "), `${format.whole(value.dead)} of ${format.whole(value.channels)} are zero everywhere on this input.`));
     }
     const spreads = [
-      value ? spread("Values", value, call.leaf ? `of ${call.leaf}` : "", "") : "",
+      value ? spread("Values", value, call.leaf ? `of part ${call.leaf}` : "", "") : "",
       call.gradient ? spread("Gradient", call.gradient, "of the score", "grad") : "",
     ].filter(Boolean);
     if (spreads.length) made.push(el("section", { class: "two" }, ...spreads));
     if (call.maps) made.push(tiles("Feature maps", call.maps));
-    call.attention.forEach((sprite) => made.push(tiles("Attention", sprite, 104)));
+    call.attention.forEach((sprite) => made.push(named(tiles("Attention", sprite, 104), sprite, this.page.tokens)));
     return made.filter(Boolean);
   }
 
@@ -191,7 +192,7 @@ function tiles(title, sprite, wanted = 76) {
   const [wide, high] = [sprite.width * scale, sprite.height * scale];
   const rows = Math.ceil(sprite.labels.length / sprite.columns);
   const tile = (label, at) => el(
-    "figure", {},
+    "figure", { style: { width: `${wide}px` } },
     el("span", {
       class: "tile", role: "img", "aria-label": label,
       style: {
@@ -203,6 +204,22 @@ function tiles(title, sprite, wanted = 76) {
     el("figcaption", {}, label),
   );
   return el("section", {}, head, el("div", { class: "tiles" }, ...sprite.labels.map(tile)));
+}
+
+// Say which tokens the pointer is on, where a map has one pixel for each pair of them.
+function named(section, sprite, tokens) {
+  if (sprite.width !== tokens.length || sprite.height !== tokens.length) return section;
+  section.querySelectorAll("figure").forEach((figure, at) => {
+    const [tile, caption] = figure.children;
+    tile.addEventListener("mousemove", (event) => {
+      const box = tile.getBoundingClientRect();
+      const index = (x, size) => Math.min(tokens.length - 1, Math.max(0, Math.floor((x / size) * tokens.length)));
+      const [query, key] = [index(event.clientY - box.top, box.height), index(event.clientX - box.left, box.width)];
+      caption.textContent = `${tokens[query].text} → ${tokens[key].text}`;
+    });
+    tile.addEventListener("mouseleave", () => { caption.textContent = sprite.labels[at]; });
+  });
+  return section;
 }
 
 function weights(layer) {

@@ -25,7 +25,7 @@ const format = {
     if (x === 0) return "0";
     const size = Math.abs(x);
     const text = size >= 1e5 || size < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
-    return text.replace("-", "−");
+    return text.replaceAll("-", "−");
   },
   count(x) {
     for (const [unit, of] of [["G", 1e9], ["M", 1e6], ["K", 1e3]]) {

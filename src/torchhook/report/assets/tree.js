@@ -147,7 +147,9 @@ class Tree {
   reveal(i) {
     const top = this.visible.indexOf(i) * this.height;
     const room = this.view.clientHeight;
-    if (top < this.view.scrollTop) this.view.scrollTop = top;
+    const away = Math.max(this.view.scrollTop - top, top + this.height - this.view.scrollTop - room);
+    if (away > 3 * this.height) this.view.scrollTop = top - room / 2;
+    else if (top < this.view.scrollTop) this.view.scrollTop = top;
     else if (top + this.height > this.view.scrollTop + room) this.view.scrollTop = top + this.height - room;
   }
 
