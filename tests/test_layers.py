@@ -185,7 +185,7 @@ def test_every_module_of_a_real_model_is_there_with_its_shape() -> None:
     assert found[""].parameters == 11_689_512
     assert found["layer4.1.relu"].shape == "(1, 512, 2, 2)"
     assert all(layer.shape is not None for layer in found)
-    assert str(found).splitlines()[0] == "ResNet: 67 layers, 11.69 M parameters"
+    assert str(found).splitlines()[0] == "ResNet: 67 layers, 11,689,512 parameters"
 
 
 def test_ops_lists_the_functional_operations_with_their_addresses() -> None:

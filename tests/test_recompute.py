@@ -134,7 +134,8 @@ def assert_gradients_of_calls(rec: th.Recording, model: Any, times: int) -> None
     torch.testing.assert_close([record.value for record in found], list(torch.autograd.grad(x.sum(), held)))
 
 
-may_warn = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # an outer one, at first
+# An inner reentrant one sees no gradients while an outer one runs for the first time.
+may_warn = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 nestings = pytest.mark.parametrize(
     ("outer", "inner"), [(outer, inner) for outer in (False, True) for inner in (False, True)]
 )

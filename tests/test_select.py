@@ -296,7 +296,7 @@ def test_names_that_hold_the_marks_of_the_grammar_can_be_chosen() -> None:
         ),
         (
             "heads:input",
-            "'heads:input' is a ModuleList: a container that is never called, so nothing passes there. "
+            "'heads' is a ModuleList: a container that is never called, so nothing passes there. "
             "Select its members: 'heads.*'.",
         ),
         ("hea*", "'hea*' matches only containers that are never called: 'heads'."),

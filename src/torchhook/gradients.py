@@ -35,7 +35,7 @@ class GradTap(Tap):
         super().__init__(label)
         self.source = source
         """The tap that the value passes in the forward pass."""
-        self.without_grad = 0
+        self.without_grad: set[int] = set()
         """Forward calls whose value needed no gradient."""
         self._session = session
         self._handles = handles
@@ -55,9 +55,9 @@ class GradTap(Tap):
         if again:
             # Where the first run built a graph, backward goes through that one; a reentrant checkpoint runs first
             # without gradients, and its recomputation is what counts.
-            if not self.without_grad:
+            if call not in self.without_grad:
                 return value
-            self.without_grad -= 1
+            self.without_grad.discard(call)
         inputs = set(map(id, tree.tensors(source)))
 
         def lend(leaf: Tensor, hook: TensorHook) -> Tensor:
@@ -100,12 +100,12 @@ class GradTap(Tap):
     def _watch(self, value: Any, call: int, lend: Callable[[Tensor, TensorHook], Tensor]) -> Any:
         if isinstance(value, Tensor):
             if not _differentiable(value):
-                self.without_grad += 1
+                self.without_grad.add(call)
                 return value
             return lend(value, lambda grad: self._arrived(grad, call))
         found = [(address, leaf) for address, leaf in tree.leaves(value) if _differentiable(leaf)]
         if not found:
-            self.without_grad += 1
+            self.without_grad.add(call)
             return value
         # Stands for the value where gradients have not arrived: zeros that take no memory.
         empty = tree.map_tensors(_placeholder, value)

@@ -69,18 +69,17 @@ def test_a_given_figure_or_axes_is_drawn_in(picture: Callable[..., Any]) -> None
         picture(ax=ax, fig=other)
 
 
-def test_labels_do_not_overlap(picture: Callable[..., Any]) -> None:
-    figure = picture()
+@pytest.mark.parametrize("where", ["own", "small axes"])
+def test_labels_do_not_overlap(picture: Callable[..., Any], where: str) -> None:
+    figure = picture() if where == "own" else picture(ax=Figure(figsize=(4, 3)).add_subplot())
     figure.canvas.draw()
-    for ax in figure.axes:
+    for ax in [*figure.axes, *(inset for parent in figure.axes for inset in parent.child_axes)]:
         for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
             boxes = [label.get_window_extent() for label in labels if label.get_text() and label.get_visible()]
             for before, after in itertools.pairwise(boxes):
-                overlap = (
-                    min(before.x1, after.x1) - max(before.x0, after.x0),
-                    min(before.y1, after.y1) - max(before.y0, after.y0),
-                )
-                assert min(overlap) <= 1.0, ax.get_title()
+                across = min(before.x1, after.x1) - max(before.x0, after.x0)
+                down = min(before.y1, after.y1) - max(before.y0, after.y0)
+                assert min(across, down) <= 1.0
 
 
 def test_everything_is_inside_the_figure(picture: Callable[..., Any]) -> None:
@@ -96,8 +95,11 @@ def test_a_notebook_shows_the_figure() -> None:
     assert plot.histogram(torch.randn(10))._repr_png_().startswith(b"\x89PNG")
 
 
-def test_long_names_lose_their_middle() -> None:
+def test_long_names_stay_different_when_they_are_shortened() -> None:
     assert style.elide("short") == "short"
+    assert style.elide("_blocks.12._depthwise_conv.static_padding") == "b.12.d.static_padding"
+    assert len({style.elide(name) for name in LAYERS}) == len(LAYERS)
+    assert all(len(style.elide(name)) <= 28 for name in LAYERS)
     assert len(style.elide("x" * 99, 20)) == 20
 
 

@@ -162,6 +162,17 @@ def test_trouble_is_found() -> None:
     assert any("map" in note for note in page.notes)
 
 
+def test_a_nan_is_traced_to_the_call_that_made_it() -> None:
+    class Late(Broken):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(super().forward(x))  # the same layer again, on what is broken by now
+
+    page = collect(Late().eval(), X, cam=None)
+    nan = next(finding for finding in page.findings if finding.kind == "nan")
+    order = [page.layers[i].path for i, note in nan.layers if "output" in note]
+    assert order == ["bad", "relu", ""]
+
+
 def test_a_layer_that_never_ran_is_named_with_the_likely_cause() -> None:
     page = collect(Photo().eval(), X, cam=None)
     (silent,) = [finding for finding in page.findings if finding.kind == "silent"]
@@ -248,3 +259,19 @@ def test_an_input_made_in_inference_mode_can_be_reported_on() -> None:
     with torch.inference_mode():
         x = torch.rand(1, 2)
     assert layer(collect(nn.Linear(2, 3), x), "").calls[0].gradient is not None
+
+
+def test_a_report_can_be_made_in_inference_mode() -> None:
+    model = nn.Linear(2, 3)
+    with torch.inference_mode():
+        page = collect(model, torch.rand(1, 2))
+    assert layer(page, "").calls[0].gradient is not None
+    with torch.inference_mode():
+        born = nn.Linear(2, 3)
+    assert "inference mode" in collect(born, torch.rand(1, 2)).notes[0]
+
+
+def test_long_sequences_have_no_attention_maps_and_say_so() -> None:
+    page = collect(Text().eval(), torch.zeros(1, 1100, dtype=torch.long), gradients=False, repeats=0)
+    assert not any(call.attention for found in page.layers for call in found.calls)
+    assert "1,100 tokens are too many" in page.notes[0]

@@ -92,9 +92,10 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
     try:
         with torch.enable_grad(), session:
             scores = score(running.call(model, inputs)).sum()
-            needed = [t for t in (*tree.tensors(inputs), *model.parameters()) if t.requires_grad]
+            needed = [t for t in tree.tensors(inputs) if t.requires_grad]
+            needed = needed or [p for p in model.parameters() if p.requires_grad]
             if scores.requires_grad:
-                torch.autograd.grad(scores, needed[:1], allow_unused=True)
+                torch.autograd.grad(scores, needed, allow_unused=True)
     finally:
         tree.map_tensors(lambda t: t.requires_grad_(False), subject.inputs)
     if not ended:

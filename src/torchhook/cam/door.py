@@ -76,8 +76,10 @@ def cam(
             raw = weighted(maps, perturb.score_weights(model, shown, _maskable(seen, shown), maps, chunks))
         else:
             if not isinstance(place, Layout):
-                raise LayoutError("ablationcam sets channels to zero, and a function does not say where they are: "
-                                  "use layout='channels_first', 'channels_last' or 'tokens'.")  # fmt: skip
+                raise LayoutError(
+                    "ablationcam sets channels to zero, and a function does not say where they are: "
+                    "use layout='channels_first', 'channels_last' or 'tokens'."
+                )
             where = (place, seen.leaf)
             weights = perturb.ablation_weights(
                 model, index, seen.target, shown, seen.score, seen.scores, where, maps, chunks
@@ -103,8 +105,9 @@ def _one(index: Index, layer: Selector) -> Target:
         listed = ", ".join(repr(str(target.site)) for target in targets[:4])
         raise SelectorError(f"layer={layer!r} chooses {len(targets)} sites: {listed}, … A map is made of one.")
     if targets[0].tensor is not None or targets[0].site.port not in ("output", "input"):
-        raise SelectorError(f"layer={layer!r}: a map is made of what a layer gives or takes, not of a parameter "
-                            "or a gradient.")  # fmt: skip
+        raise SelectorError(
+            f"layer={layer!r}: a map is made of what a layer gives or takes, not of a parameter or a gradient."
+        )
     return targets[0]
 
 
@@ -128,8 +131,9 @@ def _first_score(target: Goal, examples: int) -> Callable[[Any], Tensor]:
 class _Seen:
     """What one forward pass showed of the layer."""
 
-    def __init__(self, target: Target, dimensions: int) -> None:
+    def __init__(self, target: Target, dimensions: int, gradients: bool) -> None:
         self.target = target
+        self._gradients = gradients
         self.leaf = ""
         self.grids = Grids(dimensions)
         self.values: dict[int, Tensor] = {}
@@ -157,12 +161,9 @@ class _Seen:
             # The model goes on with a copy: a layer that works in place must leave the activation alone.
             return start.clone()
 
-    _gradients = False
-
 
 def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: Goal, gradients: bool) -> _Seen:
-    seen = _Seen(target, len(shown.size))
-    seen._gradients = gradients
+    seen = _Seen(target, len(shown.size), gradients)
     session = Session(model, index=index, warn=False)
     session.edit(target, seen.begin)
     seen.grids.watch(session)

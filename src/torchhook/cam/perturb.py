@@ -52,7 +52,7 @@ def ablation_weights(
         def without(value: Tensor) -> Tensor:
             batch = layout.batch if layout.kind == "tokens" else 0
             rows = value.movedim(batch, 0).movedim(layout.channels, 1).clone()
-            rows[torch.arange(len(channels)), channels] = 0
+            rows[torch.arange(len(channels), device=channels.device), channels] = 0
             return rows.movedim(1, layout.channels).movedim(0, batch)
 
         def edit(value: object, site: Site) -> object:

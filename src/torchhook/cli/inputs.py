@@ -15,7 +15,6 @@ from torch import nn
 from torchhook import tree
 from torchhook.cli.models import config_of, library
 from torchhook.cli.trouble import Trouble, short
-from torchhook.errors import require
 from torchhook.extract.images import SUFFIXES, ImageFolder
 
 
@@ -87,13 +86,12 @@ def preparation(options: Options) -> dict[str, Any]:
 
 
 def image(path: Path, model: nn.Module, options: Options) -> torch.Tensor:
-    pillow = require("PIL", "report")
     with tempfile.TemporaryDirectory() as folder:  # a data set of one image
         shutil.copy(path, folder)
         images = ImageFolder.for_model(folder, model, **preparation(options))
         try:
             return images.load(path.name)[None]
-        except (pillow.UnidentifiedImageError, OSError) as error:
+        except OSError as error:
             raise Trouble(f"{path} cannot be read as an image: {short(error)}") from error
 
 

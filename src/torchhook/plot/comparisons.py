@@ -63,7 +63,8 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
         place = next(i for i, row in enumerate(rows) if row is first)
         right = place < len(rows) * 0.6
         ax.axvline(place, color=style.INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        ax.annotate(f"first: {style.elide(first.site or '(model)')}", (place, 1), xycoords=("data", "axes fraction"),
+        label = f"first: {style.elide(first.site or '(model)', 48)}"
+        ax.annotate(label, (place, 1), xycoords=("data", "axes fraction"),
                     xytext=(5 if right else -5, -2), textcoords="offset points", ha="left" if right else "right",
                     va="top", fontsize=style.SMALL, color=style.INK)  # fmt: skip
     _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows))

@@ -31,6 +31,7 @@ from torchhook.tables import count, size
 from torchhook.tree import Inputs
 
 _CALLS = 4  # of a layer that runs hundreds of times, the first few are enough to look at
+_LONG = 1024
 
 
 def collect(
@@ -65,7 +66,10 @@ def collect(
     layers, numbers_of = _layers(index)
     view = _View(len(layers), shown.image_tensor(given) is not None)
     notes: list[str] = []
-    with running.undisturbed(model) as again, _mode(model, train):
+    if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        gradients = False
+        notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
+    with torch.inference_mode(False), running.undisturbed(model) as again, _mode(model, train):
         times = seconds(model, index, given, repeats)
         again()
         output, found, sums = _observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
@@ -111,6 +115,8 @@ class _View:
         self.maps = 15 if layers < 400 else 7 if layers < 900 else 3
         self.side = 56 if layers < 300 else 40 if layers < 600 else 28
         self.heads = 64 if layers < 600 else 40
+        self.tokens = 0
+        """The longest sequence that was seen."""
 
 
 def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
@@ -254,8 +260,6 @@ class _Looker:
 
     def value(self, value: Any, call: int) -> None:
         self._layer.ran = call + 1
-        if call == 0:
-            self._layer.order = next(self._order)
         if call >= _CALLS:
             return
         tensors = list(tree.tensors(value))
@@ -265,9 +269,11 @@ class _Looker:
             dtype="/".join(dict.fromkeys(map(_dtype, tensors))) or "-",
             device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
             nbytes=sum(t.nbytes for t in tensors if t.layout == torch.strided and not t.is_nested),
+            order=next(self._order),
             leaf=leaf,
         )
         if tensor is not None:
+            self._view.tokens = max(self._view.tokens, tensor.shape[1] if tensor.dim() == 3 else 0)
             with torch.no_grad():
                 seen.value = numbers(tensor)
                 if seen.value is not None:
@@ -308,6 +314,9 @@ def _attention(
     view: _View,
     notes: list[str],
 ) -> None:
+    if view.tokens > _LONG:  # every map of every layer is held at once, and they grow with the square
+        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., layers=) shows some.")
+        return
     inputs = tree.map_tensors(Tensor.clone, given)
     try:
         with torch.no_grad():

@@ -50,6 +50,8 @@ class Call:
     dtype: str
     device: str
     nbytes: int
+    order: int
+    """Its place among all calls, in the order in which they returned."""
     leaf: str = ""
     """Which tensor of a nested value the numbers and pictures are of."""
     value: Numbers | None = None
@@ -85,8 +87,6 @@ class Layer:
     """False for containers that have no forward."""
     shared_with: int | None = None
     ran: int = 0
-    order: int = 0
-    """Its place in the order in which the layers first returned."""
     seconds: float | None = None
     calls: list[Call] = dataclasses.field(default_factory=list)
     silent: str = ""

@@ -15,7 +15,7 @@ def findings(layers: list[Layer]) -> list[Finding]:
             "nan",
             "NaN or Inf",
             "The first layer listed is where it begins; th.guard names the operation that made it.",
-            [(i, note) for i, layer in sorted(own, key=lambda it: _first(it[1])) for note in _not_finite(layer)],
+            [(i, note) for i, layer in sorted(own, key=lambda it: _first(it[1])) if (note := _not_finite(layer))],
         ),
         Finding(
             "silent",
@@ -49,19 +49,22 @@ def _values(layer: Layer) -> list[Numbers]:
     return [call.value for call in layer.calls if call.value is not None]
 
 
-def _first(layer: Layer) -> tuple[bool, int]:
-    return not any(v.nans or v.infs for v in _values(layer)), layer.order
+def _first(layer: Layer) -> float:
+    """When its output was first not finite; gradients are what comes of that, or come after."""
+    return min((c.order for c in layer.calls if c.value and (c.value.nans or c.value.infs)), default=float("inf"))
 
 
-def _not_finite(layer: Layer) -> Iterator[str]:
-    for what, found in (
-        ("output", _values(layer)),
-        ("gradient", [call.gradient for call in layer.calls if call.gradient is not None]),
-    ):
-        nans, infs = sum(n.nans for n in found), sum(n.infs for n in found)
-        if nans or infs:
-            parts = [f"{nans:,} NaN"] * bool(nans) + [f"{infs:,} Inf"] * bool(infs)
-            yield f"{' and '.join(parts)} in its {what}"
+def _not_finite(layer: Layer) -> str:
+    return ", ".join(
+        f"{' and '.join(parts)} in its {what}"
+        for what, found in (("output", _values(layer)), ("gradient", [c.gradient for c in layer.calls if c.gradient]))
+        if (parts := _counts(found))
+    )
+
+
+def _counts(found: list[Numbers]) -> list[str]:
+    sums = {"NaN": sum(n.nans for n in found), "Inf": sum(n.infs for n in found)}
+    return [f"{number:,} {what}" for what, number in sums.items() if number]
 
 
 def _dead(layer: Layer) -> Iterator[str]:

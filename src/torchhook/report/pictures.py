@@ -72,7 +72,10 @@ def feature_maps(value: Tensor, patches: bool, number: int, side: int) -> Sprite
     order = finite.flatten(1).std(1, correction=0).argsort(descending=True, stable=True)[:number]
     chosen = torch.cat([finite.mean(0, keepdim=True), maps[order]])
     labels = ["mean", *(f"channel {int(i)}" for i in order)]
-    what = f"mean and the {len(order)} of {len(maps)} channels that vary most"
+    which = (
+        f"the {len(order)} of {len(maps)} channels" if len(order) < len(maps) else f"all {len(maps)} channels, those"
+    )
+    what = f"mean and {which} that vary most{' first' if len(order) == len(maps) else ''}"
     return sprite(chosen, labels, what if len(maps) > 1 else "the only channel", side)
 
 

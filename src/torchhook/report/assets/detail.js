@@ -192,7 +192,7 @@ function tiles(title, sprite, wanted = 76) {
   const [wide, high] = [sprite.width * scale, sprite.height * scale];
   const rows = Math.ceil(sprite.labels.length / sprite.columns);
   const tile = (label, at) => el(
-    "figure", { style: { width: `${wide}px` } },
+    "figure", { style: { width: `${Math.max(wide, 64)}px` } },
     el("span", {
       class: "tile", role: "img", "aria-label": label,
       style: {

@@ -122,12 +122,10 @@ class Tree {
 
   marked(i) {
     const layer = this.layers[i];
-    if (!layer.path) return ["(model)"];
-    if (!this.words.length) {
-      const above = layer.parent >= 0 ? this.layers[layer.parent].path : "";
-      return [above ? layer.path.slice(above.length + 1) : layer.path];
-    }
-    const parts = layer.path.split(new RegExp(`(${this.words.map(escaped).join("|")})`, "i"));
+    const above = layer.parent >= 0 ? this.layers[layer.parent].path : "";
+    const name = layer.path ? layer.path.slice(above ? above.length + 1 : 0) : "(model)";
+    if (!this.words.length) return [name];
+    const parts = name.split(new RegExp(`(${this.words.map(escaped).join("|")})`, "i"));
     return parts.filter(Boolean).map((part) => (this.words.includes(part.toLowerCase()) ? el("mark", {}, part) : part));
   }
 
