@@ -282,7 +282,7 @@ def test_the_cat_looks_the_same_to_grad_cam(efficientnet: nn.Module, photograph:
     x, wanted = photograph("chelsea"), [targets.ClassifierOutputTarget(EGYPTIAN_CAT)]
     with grad_cam.GradCAM(model=efficientnet, target_layers=[efficientnet._bn1]) as tool:
         found = torch.from_numpy(tool(input_tensor=x, targets=wanted))
-    # ReLU6 there is in place or not: the layer before it is what both are asked for.
+    # By name: the layer chosen by rule is a call of the shared ReLU6, which grad-cam cannot address.
     ours = cam(efficientnet, x, EGYPTIAN_CAT, "_bn1")
     torch.testing.assert_close(ours.map, found, rtol=0, atol=5e-3)
     assert share_inside(found[0], **FACE) >= 0.6

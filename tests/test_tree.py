@@ -262,7 +262,6 @@ def test_a_plain_object_that_holds_tensors_is_a_node() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        Holder(length=3),
         nn.Linear(1, 1),
         nn.Linear,
         len,
@@ -280,6 +279,15 @@ def test_a_plain_object_that_holds_tensors_is_a_node() -> None:
 def test_what_holds_no_data_is_a_leaf_and_passes_as_itself(value: Any) -> None:
     assert tree.unpack(value) is None
     assert tree.map_tensors(lambda t: t + 1, value) is value
+
+
+def test_an_object_that_holds_only_data_is_copied_so_that_what_is_put_in_later_does_not_show() -> None:
+    cache = Holder(length=3, layers=[])
+    kept = tree.map_tensors(lambda t: t + 1, cache)
+    cache.layers.append(torch.zeros(1))
+    cache.length = 4
+    assert kept.layers == []
+    assert kept.length == 3
 
 
 def test_an_object_that_holds_itself_is_a_leaf() -> None:

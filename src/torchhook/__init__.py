@@ -1,8 +1,9 @@
 """See, keep and change everything that flows through a PyTorch model."""
 
-from torchhook import edits, errors, transforms
+from torchhook import edits, errors, plot, transforms
 from torchhook._version import __version__
 from torchhook.attention import attention, rollout
+from torchhook.cam import cam
 from torchhook.capture import Stopped, capture, edit, run
 from torchhook.classic import (
     FeatureExtractor,
@@ -22,6 +23,7 @@ from torchhook.extract import extract, open_features
 from torchhook.guard import guard
 from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
+from torchhook.report import report
 from torchhook.session import Session
 from torchhook.sites import Site
 from torchhook.sweep import sweep
@@ -42,6 +44,7 @@ __all__ = [
     "VerboseExecution",
     "__version__",
     "attention",
+    "cam",
     "capture",
     "clip_gradients",
     "count_parameters",
@@ -58,6 +61,8 @@ __all__ = [
     "model_summary",
     "open_features",
     "ops",
+    "plot",
+    "report",
     "rollout",
     "run",
     "sweep",

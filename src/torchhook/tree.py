@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -34,10 +35,15 @@ class Node(NamedTuple):
     keys: list[str]
     children: list[Any]
     rebuild: Callable[[list[Any]], Any]
+    inside: bool = False
+    """Whether the children are parts of a plain object that was looked through."""
 
 
-def unpack(value: Any) -> Node | None:
-    """Open a nested value one level, or return ``None`` for a leaf."""
+def unpack(value: Any, inside: bool = False) -> Node | None:
+    """Open a nested value one level, or return ``None`` for a leaf.
+
+    ``inside`` says that it is a part of a plain object that was found to be a tree, so that it need not be searched.
+    """
     kind = type(value)
     if kind in _LEAF_TYPES or isinstance(value, Tensor):
         return None
@@ -68,9 +74,10 @@ def unpack(value: Any) -> Node | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
         return Node(names, [getattr(value, n) for n in names], lambda new: _with_attributes(value, names, new))
-    if not isinstance(value, _NOT_DATA) and _holds_tensors(value) and not _holds_itself(value):
+    if not isinstance(value, _NOT_DATA) and (inside or (_is_data(value) and not _holds_itself(value))):
         state = _attributes(value)
-        return Node(list(state), list(state.values()), lambda new: _with_attributes(value, state, new))
+        if state:
+            return Node(list(state), list(state.values()), lambda new: _with_attributes(value, state, new), True)
     return None
 
 
@@ -86,6 +93,7 @@ _NOT_DATA = (
     types.GeneratorType,
     np.ndarray,
     torch.Generator,
+    enum.Enum,
 )
 
 
@@ -190,6 +198,28 @@ def _holds_tensors(value: Any) -> bool:
     return False
 
 
+def _is_data(value: Any) -> bool:
+    """Whether a plain object is opened: one that holds tensors, or nothing but data.
+
+    The second is a key-value cache before its first token: what is put into it later must not show in a record.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    pure = True
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Tensor):
+            return True
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        known = type(part) in _LEAF_TYPES or isinstance(part, (list, tuple, dict, set, frozenset, deque, enum.Enum))
+        below = _inside(part)
+        pure = pure and (known or bool(below) or isinstance(part, np.generic)) and len(seen) < 5000
+        waiting += below
+    return pure and len(seen) > 1
+
+
 def _holds_itself(value: Any) -> bool:
     """Whether an object is part of itself: then there is no tree to rebuild, and it is a leaf.
 
@@ -223,37 +253,43 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(function, value, {})
 
 
-def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]], inside: bool = False) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if id(value) in done:  # an object that several others hold
         return done[id(value)][1]
-    node = unpack(value)
+    node = unpack(value, inside)
     if node is None:
         return value.copy() if isinstance(value, np.ndarray) else value
-    result = node.rebuild([_map(function, child, done) for child in node.children])
+    result = node.rebuild([_map(function, child, done, inside or node.inside) for child in node.children])
     done[id(value)] = value, result  # the value is held: the id of one that was made on the way would be used again
     return result
 
 
-def leaves(value: Any, address: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, address: str = "", inside: bool = False) -> Iterator[tuple[str, Any]]:
     """Every leaf with its dotted address; the address of a bare leaf is ``""``."""
-    node = unpack(value)
+    node = unpack(value, inside)
     if node is None:
         yield address, value
         return
     for key, child in zip(node.keys, node.children, strict=True):
-        yield from leaves(child, f"{address}.{key}" if address else key)
+        yield from leaves(child, f"{address}.{key}" if address else key, inside or node.inside)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside ``value``, in order."""
+    """Every tensor inside ``value``, in order; what several plain objects share comes once."""
+    return _tensors(value, set(), False)
+
+
+def _tensors(value: Any, seen: set[int], inside: bool) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    for _, leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
+    node = None if inside and id(value) in seen else unpack(value, inside)
+    if node is not None:
+        seen.add(id(value))
+        for child in node.children:
+            yield from _tensors(child, seen, inside or node.inside)
 
 
 def get(value: Any, address: str) -> Any:
@@ -266,17 +302,17 @@ def put(value: Any, address: str, change: Callable[[Any], Any]) -> Any:
     return _walk(value, address, change)
 
 
-def _walk(value: Any, address: str, change: Callable[[Any], Any] | None) -> Any:
+def _walk(value: Any, address: str, change: Callable[[Any], Any] | None, inside: bool = False) -> Any:
     if not address:
         return value if change is None else change(value)
-    node = unpack(value)
+    node = unpack(value, inside)
     keys = [] if node is None else node.keys
     # A dict key may itself hold dots: take the longest key that the address starts with.
     for key in sorted(keys, key=len, reverse=True):
         if address == key or address.startswith(key + "."):
             assert node is not None
             index, rest = keys.index(key), address[len(key) + 1 :]
-            below = _walk(node.children[index], rest, change)
+            below = _walk(node.children[index], rest, change, inside or node.inside)
             if change is None:
                 return below
             children = list(node.children)

@@ -80,3 +80,7 @@ def rms(tensor: Tensor | None) -> float | None:
         return None
     found = float(flatten(tensor).square().mean().sqrt())
     return found if found == found and abs(found) != float("inf") else None
+
+
+def dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
