@@ -95,12 +95,6 @@ def resolve(
         identity = _identity(target)
         if not left_out or not left_out & {(identity, None), (identity, target.site.port)}:
             chosen.setdefault((identity, target.site[1:]), target)
-    # "relu" holds "relu#1" already.
-    chosen = {
-        key: target
-        for key, target in chosen.items()
-        if target.site.call is None or (key[0], target.site.every_call[1:]) not in chosen
-    }
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())

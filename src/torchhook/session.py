@@ -88,7 +88,11 @@ class Session:
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
+        targets = list(targets)
+        whole = {target.site for target in targets if target.site.call is None}
         for target in targets:
+            if target.site.call is not None and target.site.every_call in whole:
+                continue  # "relu" holds "relu#1" already
             for name in self._other_names(target):
                 self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
