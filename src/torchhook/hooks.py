@@ -129,22 +129,27 @@ class GradientWatcher(Protocol):
 class OutputTap(Tap):
     """A forward hook."""
 
-    __slots__ = ()
+    __slots__ = ("_only_looks",)
+
+    def __init__(self, label: str, scope: Scope | None = None) -> None:
+        super().__init__(label, scope)
+        self._only_looks = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.scope is not None and self.scope not in _active.get() and self.is_foreign():
             return None
-        if self.edits or self.grad is not None or (self.ran and graph_task() != -1):
-            value = self.take(output, args)
-            return None if value is output else value
-        # What take does when there is nothing but keeps, without the call: this runs once for every captured layer.
-        call = next(self.calls)
-        self.ran = call + 1
-        for keep in self.keeps:
-            keep(output, call)
-        return None
+        if self._only_looks and graph_task() == -1:
+            # What take does then, without the call: this runs once for every captured layer.
+            call = next(self.calls)
+            self.ran = call + 1
+            for keep in self.keeps:
+                keep(output, call)
+            return None
+        value = self.take(output, args)
+        return None if value is output else value
 
     def attach(self, module: nn.Module) -> RemovableHandle:
+        self._only_looks = not self.edits and self.grad is None
         return module.register_forward_hook(self)
 
 
