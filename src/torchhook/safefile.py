@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,32 +39,43 @@ DTYPES: dict[torch.dtype, str] = {
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _ALIGN = 64
 
+Checksum = Callable[[bytes, Sequence[memoryview]], str]
+"""Takes what a header says, and the tensors' memory."""
+
+
+def encode(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], name: str, checksum: Checksum
+) -> list[memoryview]:
+    """A file as its header, with a checksum of everything under ``name``, and the tensors' own memory."""
+    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    entries: dict[str, Any] = {}
+    offset = 0
+    for key in order:
+        tensor = tensors[key]
+        end = offset + tensor.nbytes
+        entries[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    chunks = [_raw(tensors[key]) for key in order if tensors[key].nbytes]
+    about = {**metadata, name: checksum(signed(entries, metadata), chunks)}
+    header = json.dumps({"__metadata__": about, **entries}).encode()
+    header += b" " * (-(len(header) + 8) % _ALIGN)
+    return [memoryview(len(header).to_bytes(8, "little") + header), *chunks]
+
+
+def signed(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    """What the checksum covers of a header."""
+    return json.dumps([entries, dict(metadata)], sort_keys=True).encode()
+
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
     """Write dense CPU tensors of the dtypes in ``DTYPES``. An old file stays until the new one is complete."""
     path = Path(path)
-    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.nbytes
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    digest = _digest(entries, metadata)
-    chunks = [_raw(tensors[name]) for name in order]
-    for chunk in chunks:
-        digest.update(chunk)
-    about = {**metadata, "sha256": digest.hexdigest()}
-    header = json.dumps({"__metadata__": about, **entries}).encode()
-    header += b" " * (-(len(header) + 8) % _ALIGN)
+    chunks = encode(tensors, metadata, "sha256", _sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(len(header).to_bytes(8, "little"))
-            file.write(header)
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -97,9 +108,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
         ) from error
     if wanted != len(data):
         raise _broken(path, f"the tensors should end at byte {wanted}, the file ends at byte {len(data)}: truncated")
-    digest = _digest(entries, metadata)
-    digest.update(memoryview(data)[end:])
-    if digest.hexdigest() != stated:
+    if _sha256(signed(entries, metadata), [memoryview(data)[end:]]) != stated:
         raise _broken(path, "the checksum does not fit the contents: the file was altered after it was written")
     try:
         tensors = {name: _view(data, end, entry) for name, entry in entries.items()}
@@ -108,8 +117,11 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, metadata
 
 
-def _digest(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> Any:
-    return hashlib.sha256(json.dumps([entries, dict(metadata)], sort_keys=True).encode())
+def _sha256(header: bytes, chunks: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256(header)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _raw(tensor: Tensor) -> memoryview:

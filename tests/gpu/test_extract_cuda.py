@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tests.models import Nasty
 from torchhook import transforms
 from torchhook.extract import extract, open_features
 from torchhook.extract.fingerprint import of_model
@@ -18,22 +19,6 @@ try:
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 except ImportError:  # tests.gpu runs without pytest too
     pass
-
-
-class Nasty(nn.Module):
-    """Overwrites each value as soon as the next line runs."""
-
-    def __init__(self, width: int = 256, depth: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            y = self.relu(layer(x))
-            y += x
-            x = y.mul_(0.5)
-        return x
 
 
 NAMES = [f"layers.{i}" for i in range(6)]
@@ -55,7 +40,7 @@ def oracle(model: nn.Module, x: Tensor, size: int) -> dict[str, Tensor]:
 
 def test_what_is_stored_is_what_the_layers_produced() -> None:
     torch.manual_seed(0)
-    model, x = Nasty().cuda().eval(), torch.randn(4096, 256)
+    model, x = Nasty(256, 6).cuda().eval(), torch.randn(4096, 256)
     truth = oracle(model, x, 64)
     with tempfile.TemporaryDirectory() as folder:
         features = extract(model, x, NAMES, folder, batch_size=64, rows_per_shard=256, progress=False)
@@ -66,7 +51,7 @@ def test_what_is_stored_is_what_the_layers_produced() -> None:
 
 def test_casts_and_reductions_run_on_the_device() -> None:
     torch.manual_seed(0)
-    model, x = Nasty().cuda().eval(), torch.randn(1024, 256)
+    model, x = Nasty(256, 6).cuda().eval(), torch.randn(1024, 256)
     truth = oracle(model, x, 64)
     with tempfile.TemporaryDirectory() as folder:
         half = extract(
@@ -105,7 +90,7 @@ def test_rows_of_different_lengths_come_from_the_device() -> None:
 
 def test_a_model_on_the_cpu_visits_the_device_and_comes_back() -> None:
     torch.manual_seed(0)
-    model, x = Nasty().eval(), torch.randn(256, 256)
+    model, x = Nasty(256, 6).eval(), torch.randn(256, 256)
     known = of_model(model)
     with tempfile.TemporaryDirectory() as folder:
         extract(model, x, NAMES, folder, device="cuda", batch_size=64, progress=False)

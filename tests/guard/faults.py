@@ -10,18 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import Apply
+
 INF, NAN = math.inf, math.nan
-
-
-class Apply(nn.Module):
-    """Runs a function: the smallest module with an operation of its own."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def around(function: Callable[..., Any]) -> nn.Module:

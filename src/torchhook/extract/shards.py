@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook import safefile
 from torchhook.extract.errors import BrokenShardError
 from torchhook.safefile import DTYPES
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 FOLDER = "shards"
-_ALIGN = 64
 _GUESS = 4096  # most headers fit into the first read
 
 
@@ -37,27 +37,11 @@ def number_of(name: str) -> int | None:
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """The header and the tensors' own memory, in the order of the file: nothing is copied."""
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    entries: dict[str, Any] = {}
-    offset = 0
-    for name in order:
-        tensor = tensors[name]
-        end = offset + tensor.nbytes
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    chunks = [_raw(tensors[name]) for name in order]
-    header = json.dumps({"__metadata__": {**metadata, "crc32": _crc(entries, metadata, chunks)}, **entries}).encode()
-    header += b" " * (-(len(header) + 8) % _ALIGN)
-    return [memoryview(len(header).to_bytes(8, "little") + header), *(c for c in chunks if len(c))]
+    return safefile.encode(tensors, metadata, "crc32", _crc)
 
 
-def _raw(tensor: Tensor) -> memoryview:
-    flat = tensor.reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def _crc(entries: Mapping[str, Any], metadata: Mapping[str, str], chunks: Iterable[Any]) -> str:
-    crc = zlib.crc32(json.dumps([entries, dict(metadata)], sort_keys=True).encode())
+def _crc(header: bytes, chunks: Iterable[Any]) -> str:
+    crc = zlib.crc32(header)
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
     return f"{crc:08x}"
@@ -111,7 +95,7 @@ def check(where: str, read: Read, size: int, block: int = 1 << 24) -> Header:
     """The header of a shard whose every byte is as it was written."""
     found = header(where, read, size)
     chunks = (read(at, min(at + block, size)) for at in range(found.start, size, block))
-    crc = _crc(found.entries, found.metadata, chunks)
+    crc = _crc(safefile.signed(found.entries, found.metadata), chunks)
     if crc != found.crc32:
         raise BrokenShardError(f"{where}: the checksum is {crc}, the header says {found.crc32}: altered.")
     return found
