@@ -16,8 +16,8 @@ from tests import oracle
 from torchhook import edits
 from torchhook.capture import capture, edit
 from torchhook.errors import EditError, MissingRecordError, NeverRanError, SelectorError
-from torchhook.sweep import Sweep
 from torchhook.sweep import sweep as _sweep
+from torchhook.swept import Sweep
 
 
 def sweep(*args: Any, **options: Any) -> Sweep:

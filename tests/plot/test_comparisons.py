@@ -13,7 +13,8 @@ from torch import nn
 from torchhook import plot
 from torchhook.compare import Diff, Row
 from torchhook.diff import diff
-from torchhook.sweep import Sweep, sweep
+from torchhook.sweep import sweep
+from torchhook.swept import Sweep
 
 pytest.importorskip("matplotlib")
 

@@ -15,7 +15,7 @@ from torchhook import plot
 from torchhook.compare import Diff, Row
 from torchhook.errors import MissingExtraError
 from torchhook.plot import style
-from torchhook.sweep import Sweep
+from torchhook.swept import Sweep
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
