@@ -29,7 +29,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY) ## speed, as ratios measured side by side
-	$(BIN)/python benchmarks/capture.py
+	for name in capture watch sweep extract; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(READY) ## every example in the documentation runs
 	$(BIN)/python -m pytest tests/test_docs.py
