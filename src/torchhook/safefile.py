@@ -37,18 +37,19 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_ALIGN = 64
 
 Checksum = Callable[[bytes, Sequence[memoryview]], str]
 """Takes what a header says, and the tensors' memory."""
 
 
 def encode(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], name: str, checksum: Checksum
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], name: str, checksum: Checksum, align: int = 64
 ) -> list[memoryview]:
-    """A file as its header, with a checksum of everything under ``name``, and the tensors' own memory."""
-    # Wide dtypes first, so that every tensor starts at a multiple of its item size.
-    order = sorted(tensors, key=lambda key: -tensors[key].element_size())
+    """A file as its header, with a checksum of everything under ``name``, and the tensors' own memory.
+
+    The tensors begin at a multiple of ``align``, and each at one of its item size.
+    """
+    order = sorted(tensors, key=lambda key: _rank(tensors[key]))
     entries: dict[str, Any] = {}
     offset = 0
     for key in order:
@@ -59,8 +60,14 @@ def encode(
     chunks = [_raw(tensors[key]) for key in order if tensors[key].nbytes]
     about = {**metadata, name: checksum(signed(entries, metadata), chunks)}
     header = json.dumps({"__metadata__": about, **entries}).encode()
-    header += b" " * (-(len(header) + 8) % _ALIGN)
+    header += b" " * (-(len(header) + 8) % align)
     return [memoryview(len(header).to_bytes(8, "little") + header), *chunks]
+
+
+def _rank(tensor: Tensor) -> tuple[bool, int]:
+    """Whole words first, the largest of them at the front; then wide items before narrow ones."""
+    words = tensor.nbytes % 8 == 0
+    return not words, -tensor.nbytes if words else -tensor.element_size()
 
 
 def signed(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:

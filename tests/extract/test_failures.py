@@ -51,11 +51,11 @@ def mounted(folder, options):
 
 
 def test_a_full_disk_is_a_clear_error_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch):
-    with mounted(tmp_path / "disk", "size=64k") as disk:
+    with mounted(tmp_path / "disk", "size=128k") as disk:
         with pytest.raises(ExtractError, match=r"about .* are still to be written and .* are free"):
             do(disk / "store", data=jobs.data(5000))
         assert list(disk.iterdir()) == []
-        (disk / "ballast").write_bytes(bytes(40_000))
+        (disk / "ballast").write_bytes(bytes(90_000))
         with pytest.raises(OSError, match="No space left") as caught:
             do(disk / "store", data=iter(X.split(8)), batch_size=None)
         assert caught.value.errno == errno.ENOSPC

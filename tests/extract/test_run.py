@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -52,8 +53,35 @@ def test_what_is_stored_is_what_the_layers_produced(tmp_path, truth):
 def test_the_forward_pass_ends_at_the_last_layer_needed(tmp_path):
     model = Counting()
     do(tmp_path, model)
-    assert model.calls == 1 + 7  # the first batch is run once more, whole, to measure
-    assert model.heads == 1
+    assert model.calls == 7
+    assert model.heads == 1  # the first batch, which is measured
+
+
+def test_the_batch_that_is_measured_is_neither_loaded_nor_run_again(tmp_path, truth):
+    class Loads(torch.utils.data.Dataset):
+        def __init__(self):
+            self.rows, self.loaded = jobs.data(100), Counter()
+
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, row):
+            self.loaded[row] += 1
+            return self.rows[row]
+
+    for number, rows_per_shard in enumerate((16, 40, 100)):
+        data, model = Loads(), Counting()
+        features = do(tmp_path / str(number), model, data=data, rows_per_shard=rows_per_shard)
+        assert set(data.loaded.values()) == {1}
+        assert model.heads == 1
+        for name, expected in truth.items():
+            torch.testing.assert_close(features[name][:], expected)
+
+
+def test_a_first_batch_that_reaches_over_the_first_shard_is_cut_there(tmp_path, truth):
+    features = do(tmp_path, rows_per_shard=10)
+    for name, expected in truth.items():
+        torch.testing.assert_close(features[name][:], expected)
 
 
 def test_the_model_and_the_process_are_as_before(tmp_path):

@@ -1,4 +1,7 @@
-"""The first batch, run once through the whole model: it tells the columns, the sizes and about how long it takes."""
+"""The first batch, run through the whole model: it tells the columns, the sizes and about how long it takes.
+
+What it gives is kept, so that the run need not do it again.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from typing import Any
 
 import torch
 
+from torchhook import tree
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.fill import Sides, columns_of, side_columns
 from torchhook.extract.forward import Forward
 from torchhook.extract.plan import Column, Plan
 from torchhook.extract.sources import Batch, Source
+from torchhook.extract.task import Head
 from torchhook.tables import Table, count, size
 
 SHARD_BYTES = 64 << 20
@@ -30,6 +35,7 @@ class Measure:
     row_bytes: int
     batch_rows: int
     seconds: float
+    head: Head
 
     def rows_per_shard(self, shard_bytes: int | None, batch_size: int | None) -> int:
         """The most rows that fit, as whole batches."""
@@ -61,11 +67,13 @@ def _measured(forward: Forward, batch: Batch, sides: Sides, device: torch.device
     mask = sides.mask(batch.value)
     found: dict[str, tuple[Column, int]] = {}
     calls: Counter[str] = Counter()
+    values: dict[str, Any] = {}
 
     def look(layer: str, value: Any) -> None:
         calls[layer] += 1
         for column, nbytes in columns_of(layer, value, len(good), mask, dtype):
             found[column.name] = column, nbytes
+        values[layer] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
 
     seconds = _timed(lambda: forward(batch.value, device, look, stop=False), device)
     for layer, times in calls.items():
@@ -78,7 +86,7 @@ def _measured(forward: Forward, batch: Batch, sides: Sides, device: torch.device
     extra = side_columns(sides.of(batch.value, batch.start, good))
     nbytes = sum(nbytes for _, nbytes in found.values())
     columns = (*(found[name][0] for name in dict.fromkeys(ordered)), *extra)
-    return Measure(columns, -(-nbytes // len(good)), len(good), seconds)
+    return Measure(columns, -(-nbytes // len(good)), len(good), seconds, Head(batch, values))
 
 
 def _timed(function: Callable[[], None], device: torch.device) -> float:

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchhook.errors import require
+from torchhook.extract import disk
+from torchhook.extract.disk import Chunks, fcntl
 
-try:
-    fcntl: Any = importlib.import_module("fcntl")
-except ImportError:  # not a POSIX system: leftovers of killed writers stay
-    fcntl = None
-
-Chunks = Sequence[bytes | memoryview]
-_MOST_BUFFERS = 512
 _STALE_SECONDS = 30.0
 
 
@@ -51,6 +45,9 @@ class Place(Protocol):
 
     def free(self) -> int | None:
         """Bytes that still fit, where one can know."""
+
+    def warm(self, folder: str) -> None:
+        """The files of a folder are likely to be read now."""
 
 
 def place(path: str | os.PathLike[str]) -> Place:
@@ -105,7 +102,7 @@ class Folder:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # the lock only tells ``sweep`` that the writer lives
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(handle, chunks)
+            disk.write(handle, chunks)
             os.fsync(handle)
             yield temporary
         finally:
@@ -116,7 +113,7 @@ class Folder:
 
     def sweep(self, folder: str) -> None:
         """Remove temporary files whose writer is gone: killed ones leave them behind."""
-        if fcntl is None:
+        if fcntl is None:  # leftovers of killed writers stay
             return
         for path in (self.root / folder).glob(".*.tmp"):
             with contextlib.suppress(OSError):
@@ -147,15 +144,8 @@ class Folder:
         there = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         return shutil.disk_usage(there).free
 
-
-def _write(handle: int, chunks: Chunks) -> None:
-    left = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
-    while left:
-        done = os.writev(handle, left[:_MOST_BUFFERS])  # may write less than it was given
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
-        if done:
-            left[0] = left[0][done:]
+    def warm(self, folder: str) -> None:
+        disk.warm({self.root / name: size for name, size in self.sizes(folder).items()})
 
 
 def _make_folder(folder: Path) -> None:
@@ -226,3 +216,6 @@ class Bucket:
 
     def free(self) -> int | None:
         return None
+
+    def warm(self, folder: str) -> None:
+        pass

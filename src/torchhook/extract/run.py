@@ -121,7 +121,7 @@ def extract(
     agreed = plan.agree(place, mine)
     if isinstance(place, places.Folder):
         place.sweep(shards.FOLDER)
-    task = Task(forward, source, sides, agreed, place, device, skip, check_nan=nan == "raise")
+    task = Task(forward, source, sides, agreed, place, device, skip, nan == "raise", measured.head)
     done_rows = 0 if todo is None or mine.rows is None else mine.rows - engines.spans(mine, todo)
     bar = Progress(agreed, done_rows, progress, estimate.line())
     try:
@@ -136,6 +136,7 @@ def extract(
     left = engines.missing(place, agreed)
     if not left:
         write_index(place, entries)
+    place.warm(shards.FOLDER)
     return open_features(out, incomplete=bool(left))
 
 

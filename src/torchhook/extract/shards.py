@@ -1,6 +1,7 @@
 """The shard: a safetensors file whose header holds a checksum of everything in it.
 
-Wide dtypes come first and the header is padded to 64 bytes, so that every column of a mapped file is aligned.
+The header fills whole blocks of the disk and the largest column comes right after it, so that it can be written from
+where it lies; every column of a mapped file is aligned.
 Nothing in a shard depends on when, where or by whom it was written: the same rows are the same bytes.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchhook import safefile
+from torchhook.extract import disk
 from torchhook.extract.errors import BrokenShardError
 from torchhook.safefile import DTYPES
 
@@ -37,7 +39,7 @@ def number_of(name: str) -> int | None:
 
 def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """The header and the tensors' own memory, in the order of the file: nothing is copied."""
-    return safefile.encode(tensors, metadata, "crc32", _crc)
+    return safefile.encode(tensors, metadata, "crc32", _crc, align=disk.BLOCK)
 
 
 def _crc(header: bytes, chunks: Iterable[Any]) -> str:

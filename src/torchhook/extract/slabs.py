@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchhook.extract import disk
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.plan import Column
 
@@ -57,7 +58,7 @@ class Fixed:
 
     def __init__(self, column: Column, rows: int, pin: bool) -> None:
         self.column = column
-        self.data = torch.empty((rows, *column.shape), dtype=column.dtype, pin_memory=pin)
+        self.data = disk.empty((rows, *column.shape), column.dtype, pin)
 
     def put(self, at: int, rows: Tensor, copies: HostCopies) -> None:
         copies.copy(self.data[at : at + len(rows)], rows)
@@ -84,7 +85,7 @@ class Ragged:
         self.data = self._empty(items)
 
     def _empty(self, items: int) -> Tensor:
-        return torch.empty((items, *self.column.shape), dtype=self.column.dtype, pin_memory=self.pin)
+        return disk.empty((items, *self.column.shape), self.column.dtype, self.pin)
 
     def put(self, at: int, items: Tensor, lengths: Sequence[int], copies: HostCopies) -> None:
         """Rows from ``at`` on, replacing any that were put there or later."""

@@ -56,9 +56,16 @@ class Indexed:
         self.rows: int | None = len(self.order)
         self.options = options or {}
 
-    def batches(self, spans: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """Batches of the given spans of rows, in their order; none reaches over the end of its span."""
-        plan = _Cuts(list(spans), self.batch_size, self.order)
+    def batches(self, spans: Iterable[tuple[int, int]], first: Batch | None = None) -> Iterator[Batch]:
+        """Batches of the given spans of rows, in their order; none reaches over the end of its span.
+
+        If they begin with the batch ``first``, it is not loaded again.
+        """
+        spans = list(spans)
+        if first is not None and spans and spans[0][0] == first.start and first.start + first.span <= spans[0][1]:
+            yield first
+            spans[0] = (first.start + first.span, spans[0][1])
+        plan = _Cuts(spans, self.batch_size, self.order)
         loader: Any = DataLoader(
             cast(Any, _Tolerant(self.dataset) if self.tolerant else self.dataset),
             batch_sampler=plan,
@@ -66,7 +73,7 @@ class Indexed:
             generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
             **self.options,
         )
-        if plan.spans:
+        if len(plan):
             for (start, stop), value in zip(plan.cuts(), loader, strict=True):
                 yield self._batch(start, stop, value)
 
@@ -130,7 +137,7 @@ class Stream:
         again, self._seen = self._seen, []
         return itertools.chain(again, self._rest)
 
-    def batches(self, spans: Iterable[tuple[int, int]] = ()) -> Iterator[Batch]:
+    def batches(self, spans: Iterable[tuple[int, int]] = (), first: Batch | None = None) -> Iterator[Batch]:
         """Every batch from the beginning: what is not needed is passed over by the reader of this."""
         at = 0
         for value in self._values():

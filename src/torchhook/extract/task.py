@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,13 @@ SLABS = 3
 Wanted = Callable[[int], bool]
 
 
+class Head(NamedTuple):
+    """A batch that was run already, and the values of the layers."""
+
+    batch: Batch
+    values: dict[str, Any]
+
+
 @dataclasses.dataclass
 class Task:
     """All that a process needs to do shards. It pickles if the model, the data and the functions do."""
@@ -36,6 +43,10 @@ class Task:
     device: torch.device | str | None = None
     skip: bool = False
     check_nan: bool = True
+    head: Head | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "head": None}
 
     def do_shard(self, shard: int) -> Done:
         """Do one shard."""
@@ -92,11 +103,12 @@ class _Run:
         self.copies = HostCopies()
         self.fill = Fill(task.plan.columns, self.copies)
         self.open: dict[int, Slab] = {}
+        self.head, task.head = task.head, None  # needed once
         self.stored: dict[str, int] | None = None
 
     def over(self, spans: list[tuple[int, int]], passed: Callable[[int], None]) -> int:
         end = 0
-        batches = self.task.source.batches(spans)
+        batches = self.task.source.batches(spans, self.head and self.head.batch)
         while True:
             try:
                 batch = next(batches, None)
@@ -173,6 +185,11 @@ class _Run:
             return
         self.fill.begin(into, len(good), batch.start, task.sides.mask(batch.value))
         self.fill.sides(task.sides.of(batch.value, batch.start, good))
+        if self.head is not None and self.head.batch.value is batch.value:
+            for layer, value in self.head.values.items():
+                self.fill.features(layer, value)
+            self.head = None
+            return
         task.forward(batch.value, self.device, self.fill.features)
 
     def _same_order(self, shard: int, check: str) -> None:
