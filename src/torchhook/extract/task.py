@@ -20,7 +20,7 @@ from torchhook.extract.slabs import HostCopies, Slab
 from torchhook.extract.sources import Batch, Source
 from torchhook.extract.writer import Done, Writer
 
-SLABS = 3
+SLABS = 4
 Wanted = Callable[[int], bool]
 
 
