@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class Played(NamedTuple):
 def seed() -> None:
     torch.manual_seed(1)
     random.seed(1)
+    np.random.seed(1)
 
 
 def play(
