@@ -969,9 +969,9 @@ def test_memory_is_constant_over_ten_thousand_steps() -> None:
                 tensors.append(sum(issubclass(type(o), Tensor) for o in objects))
                 del objects
     assert [shot.step for shot in w.history] == list(range(9960, 10_000, 4))
-    # 2,000 measured steps lie between: one object each would be seen.
-    assert abs(sizes[1] - sizes[0]) < 200
-    assert abs(tensors[1] - tensors[0]) < 10
+    # 2,000 measured steps lie between: one object each would be seen. Fewer are what other tests had left.
+    assert sizes[1] - sizes[0] < 1_000
+    assert tensors[1] - tensors[0] < 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
