@@ -215,6 +215,29 @@ def test_every_input_gradient_is_that_of_a_clone_of_the_input(build: Any, monkey
     assert assert_gradients(rec, expected, "grad_input") >= 0.9 * (len(held.inputs) - 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenetv3_small_050", pytest.param("efficientnet_b0", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("ports", [("grad",), ("grad_input",), ("grad", "grad_input")], ids="+".join)
+@pytest.mark.filterwarnings("ignore::torchhook.errors.NeverRanWarning")
+def test_models_full_of_pass_through_and_in_place_layers(
+    name: str, ports: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import timm
+
+    torch.manual_seed(0)
+    model, x = timm.create_model(name, num_classes=10).eval(), image(64)
+    with out_of_place(model, monkeypatch), cloning(model) as outputs:
+        expected = {"grad": gradients_of(score_of(model(x)), outputs.outputs)}
+    with out_of_place(model, monkeypatch), cloning(model, inputs=True) as inputs:
+        expected["grad_input"] = gradients_of(score_of(model(x)), inputs.inputs)
+    with th.capture(model, *(f"**:{port}" for port in ports)) as rec:
+        score_of(model(x)).backward()
+    for port in ports:
+        inner = {name: calls for name, calls in expected[port].items() if name}
+        assert assert_gradients(rec, inner, port, 1e-5) > 80
+
+
 def test_grad_cam_weights_before_an_in_place_relu_are_exact() -> None:
     torch.manual_seed(0)
     model, kwargs = vgg11()
@@ -483,6 +506,125 @@ def test_the_gradient_of_a_module_that_returns_its_input_is_what_flows_through_i
         model(x).sum().backward()
     assert torch.equal(rec["short:grad"], torch.full((2, 3), 2.0))
     assert torch.equal(rec["lin:grad"], torch.full((2, 3), 5.0))
+
+
+@pytest.mark.parametrize("passing", [nn.Identity, nn.Dropout, lambda: nn.Flatten(0), lambda: nn.Unflatten(1, (1, 3))])
+@pytest.mark.parametrize(
+    "sites", [("1:grad",), ("1:grad_input",), ("1:grad", "1:grad_input", "0:grad", "2:grad_input")]
+)
+def test_a_layer_after_the_next_one_may_work_in_place(passing: Any, sites: tuple[str, ...], x: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), passing(), nn.ReLU(inplace=True)).eval()
+    start = model[0](x).detach().requires_grad_()
+    (expected,) = torch.autograd.grad((start.relu() ** 2).sum(), start)
+    with th.capture(model, *sites) as rec, th.capture(model, *sites) as other:
+        (model(x) ** 2).sum().backward()
+    for site in sites:
+        for found in (rec[site], other[site]):
+            torch.testing.assert_close(found.reshape(-1), expected.reshape(-1))
+
+
+def test_an_edit_of_a_gradient_goes_through_a_view_that_is_overwritten(x: Tensor) -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 1:]
+
+    model = nn.Sequential(nn.Linear(3, 3), Half(), nn.ReLU(inplace=True))
+    (model(x) ** 2).sum().backward()
+    before = model[0].weight.grad.clone()
+    model.zero_grad()
+    with th.edit(model, {"1:grad": edits.scale(0.5)}), th.capture(model, "1:grad") as rec:
+        (model(x) ** 2).sum().backward()
+    assert before[1:].any()
+    assert rec["1:grad"].shape == (len(x), 2)
+    torch.testing.assert_close(model[0].weight.grad, before / 2)
+
+
+def test_an_unused_alias_has_no_gradient_though_its_memory_is_overwritten(x: Tensor) -> None:
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> float:
+            return x.detach().mean().item()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.looks, self.relu = nn.Linear(3, 3), Looks(), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            self.looks(h)
+            return self.relu(h)
+
+    model = Net()
+    with pytest.warns(NeverRanWarning), th.capture(model, "looks:grad_input") as rec:
+        model(x).sum().backward()
+    assert "looks:grad_input" in rec.missing
+
+
+def test_what_a_module_wrote_in_place_has_the_gradient_of_all_who_read_it(x: Tensor) -> None:
+    class PreActivation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.relu, self.b = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(self.relu(h)) + h  # which the ReLU has overwritten
+
+    model = PreActivation()
+    start = model.a(x).detach().relu().requires_grad_()
+    (expected,) = torch.autograd.grad(((model.b(start) + start) ** 2).sum(), start)
+    with th.capture(model, "relu:grad") as rec:
+        (model(x) ** 2).sum().backward()
+    torch.testing.assert_close(rec["relu:grad"], expected)
+
+
+@pytest.mark.parametrize("site", ["same:grad", "same:grad_input"])
+def test_a_module_that_runs_without_gradients_does_not_cut_the_graph_of_its_input(site: str, x: Tensor) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.same = nn.Linear(3, 3), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            with torch.no_grad():
+                h = self.same(h)
+            return h * 2
+
+    model = Net()
+    with th.capture(model, site) as rec:
+        model(x).sum().backward()
+    assert torch.equal(model.layer.bias.grad, torch.full((3,), 2.0 * len(x)))
+    assert torch.equal(rec[site], torch.full_like(x, 2.0))
+
+
+def test_a_tensor_that_is_returned_twice_is_edited_once(x: Tensor) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.layer(x).tanh()
+            return h, h
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = Cell()
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.cell(x)
+            return 2 * a + 3 * b
+
+    model = Net()
+    model(x).sum().backward()
+    before = model.cell.layer.weight.grad.clone()
+    model.zero_grad()
+    with th.edit(model, {"cell:grad": edits.scale(0.5)}), th.capture(model, "cell:grad") as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(model.cell.layer.weight.grad, before / 2)
+    assert all(torch.equal(grad, torch.full_like(x, 2.5)) for grad in rec["cell:grad"])
 
 
 def test_a_module_that_returns_its_parameter_has_one_gradient_per_call() -> None:
@@ -1006,7 +1148,7 @@ def test_three_hundred_steps_leak_nothing(keep: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 6), min_size=2, max_size=6),
-    activations=st.lists(st.sampled_from(["relu", "tanh", "none"]), min_size=6, max_size=6),
+    activations=st.lists(st.sampled_from(["relu", "late relu", "tanh", "none"]), min_size=6, max_size=6),
     batch=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
@@ -1017,7 +1159,12 @@ def test_the_gradients_of_any_small_network_follow_the_chain_rule(
     layers: list[nn.Module] = []
     for (before, after), activation in zip(itertools.pairwise(widths), activations, strict=False):
         layers.append(nn.Linear(before, after, dtype=torch.float64))
-        layers += {"relu": [nn.ReLU(inplace=True)], "tanh": [nn.Tanh()], "none": []}[activation]
+        layers += {
+            "relu": [nn.ReLU(inplace=True)],
+            "late relu": [nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True)],
+            "tanh": [nn.Tanh()],
+            "none": [],
+        }[activation]
     model = nn.Sequential(*layers)
     x = torch.randn(batch, widths[0], dtype=torch.float64)
 
@@ -1032,8 +1179,8 @@ def test_the_gradients_of_any_small_network_follow_the_chain_rule(
             grad = grad @ layer.weight.detach()
         elif isinstance(layer, nn.ReLU):
             grad = grad * (below > 0)
-        else:
-            grad = grad * (1 - above**2)
+        elif isinstance(layer, nn.Tanh):
+            grad = grad * (1 - above**2)  # the others pass it on
         grads.insert(0, grad)
 
     leaf = x.clone().requires_grad_()

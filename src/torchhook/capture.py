@@ -129,6 +129,8 @@ def run(
     taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
     """
     if capture is None and edit is not None:
+        if stop:
+            raise ValueError("stop=True ends the forward pass at the last captured site: say capture= too.")
         session = _edit(model, edit)
     else:
         session = _capture(

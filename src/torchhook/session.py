@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from torchhook import edits, hooks, ops, silence, tree
 from torchhook.errors import NeverRanWarning, SelectorError, SessionError
@@ -160,11 +161,14 @@ class Session:
         tap = self._grad_taps.get(site.every_call)
         if tap is None:
             tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self.handles, passing)
+            other = "input" if site.port == "grad" else "output"
+            opposite = self._passing_tap(target._replace(site=site._replace(port=other)))
             if site.port == "grad":
                 passing.grad = tap
+                opposite.keeps.append(tap.note)
             else:
                 passing.edits.append(tap.split)
-                self._passing_tap(target._replace(site=site._replace(port="output"))).keeps.append(tap.settle)
+                opposite.keeps.append(tap.settle)
         return tap
 
     def _only_edit(self, site: Site, edit: Edit) -> Edit:
@@ -213,6 +217,10 @@ class Session:
             raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a parameter or buffer, without inputs.")
         if target.tensor not in target.module._parameters:
             raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a buffer, which has no gradient.")
+        if is_lazy(live_tensor(target)):
+            raise SelectorError(
+                f"{str(target.site)!r}: the parameter has no shape yet. Run the model once, then capture."
+            )
         grad_tap = GradTap(target.site.path, self.scope, self.handles)
         if live_tensor(target).requires_grad:
             self._parameters.append((target, grad_tap))
