@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torchhook as th
 from tests.oracle import hooks_on
@@ -70,6 +73,96 @@ def test_a_query_that_may_look_nowhere_gives_zeros_like_the_kernel(qkv: tuple[Te
     maps = th.attention(model, *qkv)
     assert not maps[""][:, :, 2].any()
     torch.testing.assert_close(maps[""] @ qkv[2], model(*qkv), equal_nan=False)
+
+
+@pytest.mark.parametrize(("bias", "diagonal"), [(causal_upper_left, 0), (causal_lower_right, 2)])
+def test_causal_biases_are_the_masks_that_they_stand_for(bias: Any, diagonal: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    expected = by_hand(q, k, torch.full((3, 5), -torch.inf).triu(diagonal + 1))
+    model = Fused(attn_mask=bias(3, 5))
+    maps = th.attention(model, q, k, v)
+    torch.testing.assert_close(maps[""], expected)
+    torch.testing.assert_close(maps[""] @ v, model(q, k, v))
+
+
+def test_a_mask_of_an_unknown_kind_is_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    class Odd(Tensor):
+        pass
+
+    with pytest.raises(TypeError, match="attn_mask is a Odd"):
+        th.attention(Fused(attn_mask=torch.zeros(6, 6).as_subclass(Odd)), *qkv)
+    weights = th.attention(Fused(attn_mask=nn.Parameter(torch.zeros(6, 6))), *qkv)[""]
+    torch.testing.assert_close(weights, by_hand(qkv[0], qkv[1]))
+
+
+class SingleHead(nn.Module):
+    """Attention without heads, as a fused call or with a softmax of its own."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fused = fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.fused:
+            return x + F.scaled_dot_product_attention(q, k, v)
+        return x + by_hand(q, k) @ v
+
+
+class SelfAttention(SingleHead):
+    """Its name tells that a 3-D softmax is a map."""
+
+
+@pytest.mark.parametrize("batch", [2, 5])  # 5 is also the number of tokens
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_without_heads_has_one_head_and_rolls_out(fused: bool, batch: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(SelfAttention(fused), SelfAttention(fused))
+    x = torch.randn(batch, 5, 8)
+    expected = torch.eye(5).expand(batch, 5, 5)
+    maps = th.attention(model, x)
+    for name, layer in model.named_children():
+        weights = by_hand(layer.q(x), layer.k(x))  # type: ignore[operator]
+        torch.testing.assert_close(maps[name], weights[:, None])
+        expected = (weights + torch.eye(5)) / 2 @ expected
+        x = layer(x)
+    torch.testing.assert_close(th.rollout(maps), expected)
+
+
+def test_fused_attention_of_one_sequence_has_a_batch_and_a_head() -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(th.attention(Fused(), x, x, x)[""], by_hand(x, x)[None, None])
+
+
+class Windows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return by_hand(x, x) @ x
+
+
+def test_maps_of_windows_keep_their_dims_and_do_not_roll_out() -> None:
+    x = torch.randn(1, 3, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    maps = th.attention(nn.Sequential(Windows()), x)
+    torch.testing.assert_close(maps["0"], by_hand(x, x))
+    with pytest.raises(ValueError, match=r"^0: rollout needs maps of batch .* found \(1, 3, 2, 4, 4\)"):
+        th.rollout(maps)
+
+
+def test_windows_of_a_real_model_are_the_same_fused_or_not() -> None:
+    model = timm.create_model("nest_tiny", pretrained=False).eval()
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    layers = [module for module in model.modules() if hasattr(module, "fused_attn")]
+    found = []
+    for fused in (True, False):
+        for layer in layers:
+            layer.fused_attn = fused
+        with torch.no_grad():
+            found.append(th.attention(model, x))
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0].keys()) == len(layers) == 12
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
 from tests.oracle import hooks_on
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
 
@@ -55,6 +56,69 @@ def test_a_tied_weight_is_clipped_once_and_a_frozen_one_left_alone() -> None:
         (model[:3](X).pow(2).sum() + model[3](X).pow(2).sum()).backward()
     assert model[0].weight.grad.abs().max() == 0.25
     assert model[2].bias.grad is None
+
+
+def failing_backward(model: nn.Sequential) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(X).pow(2).sum().backward()
+    handle.remove()
+    model.zero_grad()
+
+
+def test_a_backward_pass_that_fails_does_not_end_the_clipping() -> None:
+    model, twin = net(), net()
+    twin(X).pow(2).sum().backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 1.5)
+    with th.clip_gradients(model, norm=1.5):
+        failing_backward(model)
+        model(X).pow(2).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_norm_is_limited_once_when_parts_are_computed_again(reentrant: bool) -> None:
+    def run(model: nn.Sequential) -> None:
+        x = X.clone().requires_grad_()
+        x = checkpoint(model[:1], x, use_reentrant=reentrant)
+        x = checkpoint(model[1:2], x, use_reentrant=reentrant)
+        model[2](x).pow(2).sum().backward()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    twin(X).pow(2).sum().backward()
+    nn.utils.clip_grad_norm_(twin.parameters(), 1.5)
+    with th.clip_gradients(model, norm=1.5):
+        run(model)
+    for found, expected in zip(gradients(model), gradients(twin), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("options", [{"value": 0.25}, {"norm": 1.5}])
+def test_layers_that_are_unfrozen_new_or_lazy_are_limited_too(options: dict[str, float]) -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[1:].requires_grad_(False)
+    with th.clip_gradients(model, **options):
+        model(X)
+        model.requires_grad_(True)
+        model[2].weight = nn.Parameter(torch.ones(3, 8))
+        twin = copy.deepcopy(model)
+        for _ in range(2):
+            model(X).pow(2).sum().backward()
+            model.zero_grad()
+        model(X).pow(2).sum().backward()
+    twin(X).pow(2).sum().backward()
+    if "norm" in options:
+        nn.utils.clip_grad_norm_(twin.parameters(), options["norm"])
+    else:
+        nn.utils.clip_grad_value_(twin.parameters(), options["value"])
+    assert len(gradients(model)) == 6
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    assert hooks_on(model) == []
+    assert all(not p._backward_hooks for p in model.parameters())
 
 
 def test_as_a_handle_it_works_until_it_is_removed() -> None:

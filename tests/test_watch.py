@@ -149,6 +149,46 @@ def test_values_that_are_not_numbers_are_counted_and_not_hidden(value: Tensor) -
     assert w.last["0"]["zeros"] == expected["zeros"]
     assert w.last["0"]["max"] == pytest.approx(expected["max"], nan_ok=True)
     assert not math.isfinite(w.last["0"]["mean"])
+    assert w.last["0"]["norm"] == pytest.approx(expected["norm"], nan_ok=True)
+    assert math.isnan(w.last["0"]["std"])
+
+
+@pytest.mark.parametrize("statistics", [VALUES, ("norm", "std")])
+@pytest.mark.parametrize("value", [[math.inf, 1.0], [-math.inf, 1.0], [math.inf, -math.inf, 0.0], [math.inf, math.nan]])
+def test_the_norm_of_an_infinite_value_is_infinite(value: list[float], statistics: tuple[str, ...]) -> None:
+    model = nn.Sequential(nn.Identity())
+    with watch(model, statistics=statistics, alarms=False) as w:
+        model(torch.tensor(value))
+    expected = by_numpy([torch.tensor(value)])
+    assert w.last["0"]["norm"] == pytest.approx(expected["norm"], nan_ok=True)
+    assert math.isnan(w.last["0"]["std"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e25, 3e37, 1e-23, 1e-36])
+def test_very_large_and_very_small_values_have_a_norm_and_a_spread(size: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), nn.Linear(100, 1, bias=False))
+    x = (torch.rand(50, 100) * size).to(dtype)
+    model[1].to(dtype).weight.data.mul_(1e-3)
+    expected = by_numpy([x])
+    with watch(model, alarms=False) as w:
+        model(x).sum().backward()
+    for name in ("std", "norm", "max"):
+        assert w.last["0"][name] == pytest.approx(expected[name], rel=1e-4, abs=0), name
+    gradient = model[1].weight.grad.double().numpy()
+    assert w.last["1.weight"]["grad_norm"] == pytest.approx(np.linalg.norm(gradient), rel=1e-5, abs=0)
+
+
+def test_statistics_of_tens_of_millions_of_values_are_as_exact_as_those_of_few() -> None:
+    x = torch.rand(30_000_000, generator=torch.Generator().manual_seed(0)).square_()
+    x[::4] = 0
+    model = nn.Sequential(nn.Identity())
+    with watch(model, alarms=False) as w:
+        model(x)
+    expected = by_numpy([x])
+    for name in VALUES:
+        assert w.last["0"][name] == pytest.approx(expected[name], rel=1e-5, abs=0), name
 
 
 @pytest.mark.parametrize(
@@ -344,6 +384,24 @@ def test_gradients_that_autograd_hands_out_are_measured_unless_older_ones_are_in
         torch.autograd.grad(model(X).sum(), [model[5].weight])
     assert w.history[0].sites["5.weight"]["grad_norm"] == pytest.approx(square_norm(expected), rel=1e-5)
     assert "grad_norm" not in w.history[2].sites["5.weight"]
+
+
+def test_gradients_are_those_of_now_after_a_backward_pass_that_failed() -> None:
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model = mlp()
+    with watch(model, steps="manual") as w:
+        model(X).sum().backward()
+        handle = model[0].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(X).sum().backward()
+        handle.remove()
+        model(X * 3).sum().backward()
+        expected = {name: square_norm(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        w.flush()
+    for name, norm in expected.items():
+        assert w.last[name]["grad_norm"] == pytest.approx(norm, rel=1e-5), name
 
 
 def test_tied_parameters_come_once_and_sparse_gradients_too() -> None:
@@ -689,6 +747,43 @@ def test_histograms_of_several_calls_lose_nobody() -> None:
     assert np.abs(np.cumsum(found.counts) - np.cumsum(counts)).max() <= 60  # within one bin of where they were
 
 
+class Rectified(nn.Module):
+    """One layer that runs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+
+    def forward(self, *values: Tensor) -> None:
+        for value in values:
+            self.relu(value)
+
+
+def test_histograms_are_of_the_finite_values() -> None:
+    x = torch.linspace(0, 1, 100)
+    bad = torch.cat([x * 2, torch.tensor([math.inf, math.nan])])
+    model = Rectified()
+    with watch(model, statistics=["histogram"], bins=10, alarms=False) as w:
+        for values in ([x, bad], [bad], [torch.full((3,), math.inf), x], [torch.full((3,), math.nan)]):
+            model(*values)
+    both, one, beside, none = (shot.sites["relu"] for shot in w.history)
+    assert sum(both["histogram"].counts) == 200
+    assert both["histogram"].edges == pytest.approx(np.linspace(0, 2, 11))
+    for found, values in ((one, x * 2), (beside, x)):
+        counts, edges = np.histogram(values.double().numpy(), bins=10)
+        assert np.abs(np.array(found["histogram"].counts) - counts).sum() <= 4
+        assert sum(found["histogram"].counts) == 100
+        assert found["histogram"].edges == pytest.approx(edges.tolist(), rel=1e-5)
+    assert "histogram" not in none
+
+
+def test_a_histogram_of_equal_values_counts_those_that_are_numbers() -> None:
+    model = Rectified()
+    with watch(model, statistics=["histogram"], bins=4, alarms=False) as w:
+        model(torch.tensor([2.0, 2.0, math.nan, math.inf]))
+    assert w.last["relu"]["histogram"] == Histogram([2, 0, 0, 0], [2.0] * 5)
+
+
 def test_the_table_shows_the_newest_step_and_the_alarms() -> None:
     model = mlp()
     with watch(model, statistics=["mean", "update_ratio"]) as w:
@@ -768,6 +863,88 @@ def test_units_of_tokens_are_in_the_last_dim_and_functional_ones_count_too() -> 
     with pytest.warns(TrainingWarning, match=r"'/relu': 1 of 3 units .* \(units 1\)"):
         with watch(model, "/relu", alarms=Alarms(window=1)):
             model(x)
+
+
+def dead_channel(conv: nn.Module, channel: int) -> nn.Module:
+    with torch.no_grad():
+        conv.weight[channel] = 0  # type: ignore[operator, index]
+        conv.bias[channel] = -1  # type: ignore[operator, index]
+    return conv
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape", "dead"),
+    [
+        ([dead_channel(nn.Conv1d(2, 4, 3), 1), nn.ReLU()], (8, 2, 10), (1, 4)),
+        ([dead_channel(nn.Conv1d(2, 4, 3), 1), nn.MaxPool1d(2), nn.ReLU()], (8, 2, 10), (1, 4)),
+        ([nn.Conv1d(2, 4, 1), dead_channel(nn.BatchNorm1d(4), 2), nn.ReLU()], (8, 2, 10), (2, 4)),
+        ([dead_channel(nn.Conv1d(2, 4, 3), 1), nn.ReLU()], (2, 10), (1, 4)),
+        ([dead_channel(nn.Conv2d(2, 4, 3), 3), nn.ReLU()], (2, 8, 10), (3, 4)),
+        ([dead_channel(nn.Linear(6, 5), 4), nn.ReLU()], (8, 7, 6), (4, 5)),
+        ([nn.Conv1d(2, 6, 1), Transposed(), dead_channel(nn.Linear(6, 5), 4), nn.ReLU()], (8, 2, 7), (4, 5)),
+        ([dead_channel(nn.Linear(6, 5), 4), nn.ReLU()], (8, 3, 4, 6), (4, 5)),
+    ],
+)
+def test_units_are_where_the_layer_before_has_them(
+    layers: list[nn.Module], shape: tuple[int, ...], dead: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers)
+    x = torch.randn(shape) * 10
+    site = str(len(layers) - 1)
+    with pytest.warns(TrainingWarning, match=rf"1 of {dead[1]} units .* \(units {dead[0]}\)"):
+        with watch(model, site, gradients=False, parameters=False, alarms=Alarms(window=1)) as w:
+            model(x)
+    assert w.last[site]["dead"] == 1 / dead[1]
+
+
+def test_padded_times_are_no_dead_units_and_unknown_units_are_not_judged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(1, 4, 1, bias=False), nn.ReLU(), Transposed(), nn.ReLU())
+    x = torch.randn(8, 1, 10)
+    x[..., 7:] = 0
+    with watch(model, alarms=Alarms(window=1)) as w:
+        model(x).sum().backward()
+    assert w.last["1"]["dead"] == 0.0
+    assert "dead" not in w.last["3"]
+    assert w.alarms == []
+
+
+def test_weights_that_begin_at_zero_do_not_explode_but_may_later() -> None:
+    class Adapter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+            nn.init.zeros_(self.b.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.b(self.a(x))
+
+    torch.manual_seed(0)
+    model, x = Adapter(), torch.randn(8, 64)
+    model.a.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.b.parameters(), lr=1e-6)
+
+    def train(steps: int, factor: float) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            ((model(x) - 3).square().sum() * factor).backward()
+            optimizer.step()
+
+    w = watch(model)
+    train(5, 1.0)
+    w.flush()
+    assert model.b.weight.grad.norm() > 1.0  # a thousand times the least norm that a weight was taken to have
+    assert w.alarms == []
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(1, 1e4)
+    with pytest.warns(TrainingWarning, match=r"'b.weight': the gradient explodes: .* usually was"):
+        w.close()
 
 
 def test_vanishing_gradients_are_found_in_a_deep_sigmoid_network_at_its_early_layers() -> None:

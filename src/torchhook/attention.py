@@ -42,6 +42,10 @@ def attention(
     >>> maps["self_attn"].shape
     torch.Size([1, 2, 5, 5])
 
+    Attention without heads has one. Where a model attends in windows, its maps have the further dims that its scores
+    have, or a batch of all windows. A map that a model made with a softmax of its own is that softmax: one over more
+    than the keys, such as the sink of gpt-oss, keeps its further columns, at the end.
+
     Dropout is left out of the maps. ``layers`` restricts the modules; other keywords go to the model, and ``kwargs=``
     holds those whose names are taken here.
     """
@@ -62,8 +66,8 @@ def attention(
     if not len(recording):
         raise NoAttentionError(
             f"no attention call was seen in {recording.model_name}: it calls neither scaled_dot_product_attention nor "
-            "nn.MultiheadAttention nor a softmax over 4-D scores. Kernels such as flash-attn and flex_attention hide "
-            "query and key; load the model with attn_implementation='sdpa' or 'eager'."
+            "nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
+            "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
         )
     return recording
 
@@ -78,9 +82,13 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
         raise ValueError(f"discard={discard}: give a share from 0 (none) to less than 1.")
     result: Tensor | None = None
     for record in maps.records():
+        shape = tuple(record.value.shape)
+        if len(shape) != 4:
+            raise ValueError(
+                f"{record.site}: rollout needs maps of batch × heads × queries × keys, found {shape}; choose layers=."
+            )
         weights = record.value.float().mean(1)
         if weights.shape[-1] != weights.shape[-2] or (result is not None and weights.shape != result.shape):
-            shape = tuple(record.value.shape)
             raise ValueError(f"{record.site}: rollout needs square maps of one size, found {shape}; choose layers=.")
         if discard:
             limit = weights.flatten(1).quantile(discard, dim=1)[:, None, None]
@@ -107,7 +115,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def fused(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
-        taken(_scaled_dot_product(*args, **kwargs))
+        taken(_with_heads(_scaled_dot_product(*args, **kwargs)))
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
@@ -123,7 +131,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def softmax(value: Any, call: int) -> None:
         if isinstance(value, Tensor) and _is_map(value, module):
-            taken(value)
+            taken(_with_heads(value))
 
     return {
         "scaled_dot_product_attention": _without_grad(fused),
@@ -178,9 +186,32 @@ def _scaled_dot_product(
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~causal, -torch.inf)
     if attn_mask is not None:
+        attn_mask = _plain_mask(attn_mask, scores.device)
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     nothing = (scores == -torch.inf).all(-1, keepdim=True)  # a query that may look nowhere: the fused call gives zeros
     return scores.softmax(-1).masked_fill(nothing, 0.0)
+
+
+def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
+    """A mask as its numbers: a subclass may hold none, and say what it means to the fused call alone."""
+    if type(mask) in (Tensor, nn.Parameter):
+        return mask
+    from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
+
+    if isinstance(mask, CausalBias):
+        plain: Tensor = mask._materialize(device)
+        return plain
+    raise TypeError(
+        f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "
+        "call uses: attention knows plain tensors and the causal biases of torch.nn.attention.bias."
+    )
+
+
+def _with_heads(weights: Tensor) -> Tensor:
+    """A map with a dim for heads, one for those that have none, and a batch."""
+    if weights.dim() == 2:
+        weights = weights[None]
+    return weights[:, None] if weights.dim() == 3 else weights
 
 
 def _batched(weights: Tensor | None) -> Tensor:
@@ -191,6 +222,6 @@ def _batched(weights: Tensor | None) -> Tensor:
 def _is_map(value: Tensor, module: nn.Module) -> bool:
     """Whether the result of a softmax is an attention map, and not a gate or a class score."""
     named = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
-    if value.dim() != 4 and not (value.dim() == 3 and named):
+    if value.dim() < 4 and not (value.dim() == 3 and named):
         return False
     return bool(torch.allclose(value.float().sum(-1), torch.ones((), device=value.device), atol=1e-2))

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook.errors import TrainingWarning
 
-_RECTIFIERS = (nn.ReLU, nn.ReLU6)
-_RECTIFYING = frozenset({"relu", "relu_", "relu6"})
+_BORN_AT_ZERO = 1e-3  # a weight whose elements are below: its norm says nothing yet of how large gradients may be
 
 
 class Alarm(NamedTuple):
@@ -35,7 +34,8 @@ class Alarms:
 
     ``window`` is in measured steps: units are dead, and gradients vanish, when it lasts that long. A gradient vanishes
     below ``vanishing`` times the largest gradient norm of the model; it explodes when it is not finite, or when its
-    norm is over ``exploding`` times that of its weight, or over ``exploding`` times what it usually was.
+    norm is over ``exploding`` times that of its weight, if that is not near zero as some are initialised, or over
+    ``exploding`` times what it usually was.
     """
 
     window: int = 10
@@ -46,23 +46,6 @@ class Alarms:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window={self.window}: expected a number of measured steps, 1 or more.")
-
-
-def rectifies(module: nn.Module, op: str | None) -> bool:
-    """Whether nothing passes here that is below zero, and zero is what a dead unit says."""
-    return op in _RECTIFYING if op is not None else isinstance(module, _RECTIFIERS)
-
-
-def alive(tensor: Tensor) -> Tensor | None:
-    """For each channel, whether it is anything but zero somewhere; nothing is below.
-
-    Channels are dim 1 of ``(N, C, ...)``, and the last dim of ``(N, T, D)``.
-    """
-    if tensor.dim() < 2:
-        return None
-    channel = 1 if tensor.dim() != 3 else 2
-    others = [dim for dim in range(tensor.dim()) if dim != channel]
-    return tensor.detach().amax(others) != 0
 
 
 class Bell:
@@ -102,15 +85,17 @@ class Bell:
                 "initialisation or a leaky activation keeps units alive.",
             )
 
-    def gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: frozenset[str]) -> None:
-        """Look at the gradient norms of the sites whose norms can be compared with each other."""
+    def gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: Mapping[str, int]) -> None:
+        """Look at the gradient norms of the sites whose norms can be compared with each other, given their sizes."""
         norms = {
             site: values["grad_norm"] for site, values in sites.items() if site in compared and "grad_norm" in values
         }
         finite = [norm for norm in norms.values() if math.isfinite(norm)]
         largest = max(finite, default=0.0)
         for site, norm in norms.items():
-            self._exploding(step, site, norm, sites[site].get("norm"))
+            weight = sites[site].get("norm")
+            settled = weight is not None and weight >= _BORN_AT_ZERO * math.sqrt(compared[site])
+            self._exploding(step, site, norm, weight if settled else None)
             if not norm > self.limits.vanishing * largest:
                 self._vanishing(step, site, norm, largest)
             else:
@@ -137,7 +122,7 @@ class Bell:
             why = f"its norm is {norm}"
         elif times >= 3 and norm > limit * math.exp(usual):
             why = f"its norm is {norm:.3g}, and usually was {math.exp(usual):.3g}"
-        elif weight is not None and norm > limit * max(weight, 1e-3):
+        elif weight is not None and norm > limit * weight:
             why = f"its norm is {norm:.3g}, that of the weight {weight:.3g}"
         else:
             if norm > 0:

@@ -11,10 +11,11 @@ from torch import Tensor
 from torchhook.select import Index, Target, live_tensor
 from torchhook.session import Session, Threads
 from torchhook.sites import Site
-from torchhook.watch.alarms import Alarms, Bell, rectifies
+from torchhook.watch.alarms import Alarms, Bell
 from torchhook.watch.sinks import Sink
 from torchhook.watch.statistics import Measure
 from torchhook.watch.step import Step
+from torchhook.watch.units import Units, layers, rectifies
 from torchhook.watch.weights import Weights
 
 _INWARD = ("input", "grad_input")
@@ -57,6 +58,9 @@ class Plan:
 
     def attach(self, session: Session, step: Step, limits: Alarms | None) -> None:
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
+        if rectified and any(rectifies(target.module, target.site.op) for target in self.inside):
+            for layer in layers(self.index):
+                session.look(layer, step.units.look(layer.module))
         for target in self.inside:
             site = target.site
             if target.tensor is not None and site.port == "output":
@@ -79,13 +83,15 @@ class Plan:
             if tensor.requires_grad:
                 yield name, tensor
 
-    def compared(self) -> frozenset[str]:
+    def compared(self) -> dict[str, int]:
         """Sites whose gradient norms say something about each other: weights, or else the outputs of modules.
+
+        With the number of a weight's elements; outputs are of any size.
 
         Not biases: before a normalisation, or as keys of an attention, their gradient is zero as it should be.
         """
-        weights = frozenset(name for name, tensor in self.trained() if tensor.dim() > 1)
-        return weights or frozenset(str(target.site) for target in self.targets if target.tensor is None)
+        weights = {name: tensor.numel() for name, tensor in self.trained() if tensor.dim() > 1}
+        return weights or {str(target.site): 1 for target in self.targets if target.tensor is None}
 
 
 def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
@@ -145,7 +151,7 @@ class Engine:
 
     def _begin(self, number: int) -> None:
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        step = Step(number, self.plan.measure, float(scale))
+        step = Step(number, self.plan.measure, Units(self.plan.index), float(scale))
         self._norms = self._weights.begin(self.plan.trained(), step.ledger)
         session = Session(self.plan.index.modules[""], index=self.plan.index, threads=self.plan.threads, warn=False)
         self.plan.attach(session, step, self._limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -15,6 +15,10 @@ STATISTICS = (*OF_VALUES, "dead", "grad_norm", "update_ratio")
 DEFAULT = tuple(name for name in STATISTICS if name != "histogram")
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+# A CPU sums squares in single precision: exactly in pieces, which stay in a core's cache between the passes over them.
+# A few pieces would only cost more calls.
+PIECE = 1 << 17
+_WHOLE = 1 << 20
 
 
 class Histogram(NamedTuple):
@@ -70,6 +74,9 @@ class Moments(NamedTuple):
     greatest: int | None = None
     nonzeros: int | None = None
     nans: int | None = None
+    lowest: int | None = None
+    """Of the finite values, as all of the histogram."""
+    highest: int | None = None
     counts: int | None = None
 
 
@@ -84,24 +91,14 @@ class Measure:
         self._zeros = "zeros" in wanted
         self._nans = "nans" in wanted
         self._histogram = "histogram" in wanted
-        self._range = self._nans or self._histogram or bool(wanted & {"min", "max"})
+        # The spread of values that are not finite, very small or very large depends on which of them they are.
+        self._range = self._spread or self._nans or self._histogram or bool(wanted & {"min", "max"})
         self.needed = self._mean or self._zeros or self._range
 
     def __call__(self, tensor: Tensor, ledger: Ledger) -> Moments:
         flat = flatten(tensor)
         note = ledger.note
-        scratch: Tensor | None = None
-        mean = variance = least = greatest = nonzeros = nans = counts = None
-        # A GPU wants few kernels; a CPU wants those that work in vectors, which var_mean and comparisons do not.
-        if self._spread and flat.is_cpu:
-            average = flat.mean()
-            scratch = flat - average
-            mean, variance = note(average), note(torch.dot(scratch, scratch) / flat.numel())
-        elif self._spread:
-            spread, average = torch.var_mean(flat, correction=0)
-            mean, variance = note(average), note(spread)
-        elif self._mean:
-            mean = note(flat.mean())
+        mean = variance = least = greatest = nonzeros = nans = lowest = highest = counts = None
         if self._range:
             low, high = torch.aminmax(flat)
             least, greatest = note(low), note(high)
@@ -109,15 +106,64 @@ class Measure:
             if self._nans and (not flat.is_cpu or bool(low != low)):
                 nans = note(torch.ne(flat, flat, out=torch.empty_like(flat)).sum())
             if self._histogram:
-                # A range given as numbers would be read from the device, so the values are moved to [0, 1].
-                counts = note(torch.histc((flat - low) / (high - low), self.bins, 0.0, 1.0))
+                lowest, highest, counts = map(note, self._count(flat, low, high))
+        # A GPU wants few kernels; a CPU wants those that work in vectors, which var_mean and comparisons do not.
+        if self._spread and flat.is_cpu:
+            mean, variance = map(note, _moments(flat, low, high))
+        elif self._spread:
+            spread, average = torch.var_mean(flat, correction=0)
+            mean, variance = note(average), note(spread)
+        elif self._mean:
+            mean = note(flat.mean())
         if self._zeros:
             if flat.is_cpu and nans is None:
-                signs = torch.sign(flat, out=scratch) if scratch is not None else torch.sign(flat)
-                nonzeros = note(torch.dot(signs, signs))
+                nonzeros = note(_total(torch.sign(piece, out=place) for piece, place in _with_places(flat)))
             else:
                 nonzeros = note(torch.linalg.vector_norm(flat, 0))
-        return Moments(flat.numel(), mean, variance, least, greatest, nonzeros, nans, counts)
+        return Moments(flat.numel(), mean, variance, least, greatest, nonzeros, nans, lowest, highest, counts)
+
+    def _count(self, flat: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The range of the finite values, and how many of them are in each of its parts."""
+        if not flat.is_cpu or not bool((high - low).isfinite()):
+            low = flat.nan_to_num(math.inf, math.inf, math.inf).amin()
+            high = flat.nan_to_num(-math.inf, -math.inf, -math.inf).amax()
+        # A range given as numbers would be read from the device, so the values are moved to [0, 1].
+        width = (high - low).clamp_min(torch.finfo(flat.dtype).tiny)
+        return low, high, torch.histc((flat - low) / width, self.bins, 0.0, 1.0)
+
+
+def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
+    return flat.split(PIECE) if flat.numel() > _WHOLE else (flat,)
+
+
+def _with_places(flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces, each with a place for what is made of it, the same for all."""
+    pieces = _pieces(flat)
+    scratch = torch.empty_like(pieces[0])
+    return ((piece, scratch if len(pieces) == 1 else scratch[: piece.numel()]) for piece in pieces)
+
+
+def _total(pieces: Iterable[Tensor]) -> Tensor:
+    """The sum of squares."""
+    squares = [torch.dot(piece, piece) for piece in pieces]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).double().sum()
+
+
+def _is_exact(square: Tensor, size: int) -> bool:
+    """Whether squares in single precision were neither too large nor too small for it."""
+    return size * 1e-31 < float(square) < math.inf
+
+
+def _moments(flat: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance on the CPU."""
+    average = flat.mean()
+    square = _total(torch.sub(piece, average, out=place) for piece, place in _with_places(flat))
+    least, greatest = float(low), float(high)
+    if not _is_exact(square, flat.numel()) and math.isfinite(least) and math.isfinite(greatest) and least < greatest:
+        pieces = flat.split(PIECE)
+        average = torch.stack([piece.double().sum() for piece in pieces]).sum() / flat.numel()
+        square = _total(piece.double() - average for piece in pieces)
+    return average, square / flat.numel()
 
 
 def measurable(tensor: Tensor) -> bool:
@@ -154,7 +200,16 @@ def flatten(tensor: Tensor) -> Tensor:
 def norm(tensor: Tensor) -> Tensor:
     """The Euclidean norm, on the device."""
     flat = flatten(tensor)
-    return torch.dot(flat, flat).sqrt_() if flat.is_cpu else torch.linalg.vector_norm(flat)
+    if not flat.is_cpu:
+        size: Tensor = torch.linalg.vector_norm(flat)
+        return size
+    square = _total(_pieces(flat))
+    if _is_exact(square, flat.numel()):
+        return square.sqrt_()
+    size = flat.abs().max().double()
+    if not 0 < float(size) < math.inf:
+        return size
+    return _total(piece.double() / size for piece in flat.split(PIECE)).sqrt_().mul_(size)
 
 
 def summarise(parts: Sequence[Moments], numbers: dict[int, Any], wanted: Iterable[str]) -> dict[str, Any]:
@@ -167,12 +222,16 @@ def summarise(parts: Sequence[Moments], numbers: dict[int, Any], wanted: Iterabl
         found["mean"] = mean = sum(m * p.size for m, p in zip(means, parts, strict=True)) / size
         if first.variance is not None:
             square = sum(
-                p.size * (numbers[p.variance] + (m - mean) ** 2)
+                p.size * (numbers[p.variance] + (m - mean) * (m - mean))
                 for m, p in zip(means, parts, strict=True)
                 if p.variance is not None
             )
             found["std"] = _root(square / size)
             found["norm"] = _root(square + size * mean * mean)
+            if math.isnan(found["norm"]) and not any(
+                math.isnan(numbers[p.least]) for p in parts if p.least is not None
+            ):
+                found["norm"] = math.inf  # a value is: its distance from the mean is not a number, its size is
     if first.least is not None:
         found["min"] = _extreme(min, [numbers[p.least] for p in parts if p.least is not None])
         found["max"] = _extreme(max, [numbers[p.greatest] for p in parts if p.greatest is not None])
@@ -180,8 +239,9 @@ def summarise(parts: Sequence[Moments], numbers: dict[int, Any], wanted: Iterabl
         nonzeros = sum(numbers[p.nonzeros] for p in parts if p.nonzeros is not None)
         found["zeros"] = (size - nonzeros) / size
     found["nans"] = sum(int(numbers[p.nans]) for p in parts if p.nans is not None)
-    if first.counts is not None:
-        found["histogram"] = _histogram(parts, numbers)
+    histogram = _histogram([part for part in parts if part.counts is not None], numbers)
+    if histogram is not None:
+        found["histogram"] = histogram
     return {name: found[name] for name in wanted if name in found}
 
 
@@ -193,22 +253,22 @@ def _extreme(choose: Any, values: list[float]) -> float:
     return math.nan if any(v != v for v in values) else float(choose(values))
 
 
-def _histogram(parts: Sequence[Moments], numbers: dict[int, Any]) -> Histogram:
+def _histogram(parts: Sequence[Moments], numbers: dict[int, Any]) -> Histogram | None:
     """One histogram of several: each bin goes where its centre lies, so that totals stay exact."""
-    ranges = [(numbers[p.least], numbers[p.greatest]) for p in parts if p.least is not None and p.greatest is not None]
-    bins = len(numbers[parts[0].counts or 0])
-    low, high = min(r[0] for r in ranges), max(r[1] for r in ranges)
-    width = (high - low) / bins
+    read = [(numbers[p.lowest or 0], numbers[p.highest or 0], numbers[p.counts or 0]) for p in parts]
+    known = [(least, greatest, [int(c) for c in counts]) for least, greatest, counts in read if least <= greatest]
+    if not known:  # nothing is finite
+        return None
+    bins = len(known[0][2])
+    low, high = min(least for least, _, _ in known), max(greatest for _, greatest, _ in known)
+    width = high / bins - low / bins
+    edges = [low + i * width for i in range(bins)] + [high]
+    if len(known) == 1:
+        return Histogram(known[0][2], edges)
     merged = [0] * bins
-    for (least, greatest), part in zip(ranges, parts, strict=True):
-        counts = [int(c) for c in numbers[part.counts or 0]]
-        if least == greatest:  # no range to divide by
-            counts = [part.size] + [0] * (bins - 1)
-        if len(parts) == 1:
-            merged = counts
-            break
-        own = (greatest - least) / bins
+    for least, greatest, counts in known:
+        own = greatest / bins - least / bins
         for i, number in enumerate(counts):
-            where = int((least + (i + 0.5) * own - low) / width) if number and width > 0 else 0
+            where = int((least + (i + 0.5) * own) / width - low / width) if number and width > 0 else 0
             merged[min(max(where, 0), bins - 1)] += number
-    return Histogram(merged, [low + i * width for i in range(bins)] + [high])
+    return Histogram(merged, edges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +12,20 @@ from torch import Tensor
 
 from torchhook import tree
 from torchhook.hooks import Look, after_backward
-from torchhook.watch.alarms import Bell, alive
+from torchhook.watch.alarms import Bell
 from torchhook.watch.statistics import Ledger, Measure, Moments, measurable, norm, summarise
+from torchhook.watch.units import Units
 
 
 class Step:
     """Takes the statistics of passing values. Holds numbers, never the values: graphs are freed as without it."""
 
-    def __init__(self, number: int, measure: Measure, loss_scale: float) -> None:
+    def __init__(self, number: int, measure: Measure, units: Units, loss_scale: float) -> None:
         self.number = number
         self.ledger = Ledger()
         self.ran = False
         """Whether anything passed at all."""
+        self.units = units
         self._measure = measure
         self._loss_scale = loss_scale
         self._values: dict[str, list[Moments]] = {}
@@ -30,6 +33,7 @@ class Step:
         self._gradients: dict[str, list[int]] = {}
         self._parameter_gradients: dict[str, int] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
+        self._settling: weakref.ref[Any] | None = None
         ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
         self._moments = _Latest(lambda tensor: measure(tensor, ledger))
         self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
@@ -42,7 +46,7 @@ class Step:
             for key, tensor in _parts(site, value):
                 if self._measure.needed:
                     self._values.setdefault(key, []).append(self._moments.of(tensor))
-                mask = alive(tensor) if rectifies else None
+                mask = self.units.alive(tensor) if rectifies else None
                 if mask is not None:
                     before = self._masks.get(key)
                     self._masks[key] = mask if before is None or before.shape != mask.shape else before | mask
@@ -68,8 +72,11 @@ class Step:
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(gradient)))
                 return
             # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-            if not self._awaited:
-                after_backward(self._settle)
+            if self._settling is None or self._settling() is None:
+                # Autograd alone holds it, until the backward pass ends or fails.
+                settle = functools.partial(self._settle)
+                self._settling = weakref.ref(settle)
+                after_backward(settle)
             self._awaited[site] = (parameter, id(before), before._version)
 
         return look

@@ -7,10 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from torchhook.watch.statistics import Ledger, flatten, measurable, norm
-
-# A piece that stays in a core's cache between the passes over it; a GPU would only see more kernels.
-_PIECE = 1 << 17
+from torchhook.watch.statistics import PIECE, Ledger, flatten, measurable, norm
 
 
 class Weights:
@@ -55,8 +52,8 @@ class Weights:
 
 def _distance(one: Tensor, two: Tensor) -> Tensor:
     one, two = flatten(one), flatten(two)
-    if not one.is_cpu or one.numel() <= _PIECE:
+    if not one.is_cpu or one.numel() <= PIECE:
         return norm(one - two)
-    scratch = torch.empty(_PIECE, dtype=one.dtype)
-    gaps = (torch.sub(a, b, out=scratch[: len(a)]) for a, b in zip(one.split(_PIECE), two.split(_PIECE), strict=True))
+    scratch = torch.empty(PIECE, dtype=one.dtype)
+    gaps = (torch.sub(a, b, out=scratch[: len(a)]) for a, b in zip(one.split(PIECE), two.split(PIECE), strict=True))
     return norm(torch.stack([norm(gap) for gap in gaps]))
