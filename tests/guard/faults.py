@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.guard.memory import COPIES, WRITES, halves
 from tests.models import Apply
 
 INF, NAN = math.inf, math.nan
@@ -85,6 +86,22 @@ simple(
     lambda x: x.masked_fill(x < 1, -INF).softmax(-1),
     lambda bad: ones() * (0 if bad else 1),
 )
+
+
+for how, copy in COPIES.items():
+    simple(
+        f"overflow copied by {how}",
+        "1/exp#0",
+        lambda x, copy=copy: copy(x.exp()),
+        lambda bad: ones() * (100 if bad else 1),
+    )
+for how, write in WRITES.items():
+    simple(
+        f"memory written by {how}",
+        "1/div_#0",
+        lambda x, write=write: halves(x, write),
+        lambda bad: ones() * (0 if bad else 1),
+    )
 
 
 def _idiv(x: Tensor) -> Tensor:

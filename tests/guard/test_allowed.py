@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.guard.faults import INF, Apply, around, one_zero
+from tests.guard.faults import INF, Apply, around, at_zero, one_zero
 from torchhook.errors import GuardError
 from torchhook.guard import guard
 
@@ -69,6 +71,22 @@ def test_masks_are_no_finding(name: str) -> None:
     assert g.findings == []
 
 
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda mask: mask.to(torch.half),
+    "half": lambda mask: mask.half(),
+    "type": lambda mask: mask.type(torch.half),
+    "type_as": lambda mask: mask.type_as(torch.ones(1).half()),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_low_number_in_a_mask_may_become_infinite_in_a_cast(cast: str) -> None:
+    model = nn.Sequential(Apply(lambda x: x.half() + CASTS[cast]((_causal() < 0) * -1e9)), nn.Softmax(dim=-1))
+    with guard(model) as g:
+        model(_scores())
+    assert g.findings == []
+
+
 def test_a_mask_may_come_from_outside_or_pass_through_modules_or_be_a_buffer() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -102,3 +120,35 @@ def test_what_is_allowed_can_be_widened_and_narrowed() -> None:
     with pytest.raises(GuardError, match="masked_fill"):
         with guard(unbounded, allow=None):
             unbounded(one_zero(True))
+
+
+class _UnseenLog(torch.autograd.Function):
+    """Works in numpy, where no listener sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        numbers = x.detach().numpy()
+        return torch.from_numpy(np.log(numbers, out=np.full_like(numbers, -INF), where=numbers > 0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_an_infinity_that_nobody_was_seen_to_write_is_the_modules() -> None:
+    for bad in (True, False):
+        model = at_zero(_UnseenLog.apply)(bad)
+        model[2] = nn.Softmax(dim=-1)
+        with guard(model, action="record") as g:
+            model(torch.ones(2, 4))
+        assert [(f.kind, str(f.site)) for f in g.findings] == [("module", "1#0")] * bad
+
+
+def test_a_mask_may_be_kept_by_a_module_and_returned_as_it_is() -> None:
+    mask = _causal()
+    seen = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: (mask, x)), Apply(lambda both: both[1] + both[0]))
+    made = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: (x + mask, x * 2)), Apply(lambda both: both[0].softmax(-1)))
+    for model in (seen, made):
+        with guard(model) as g:
+            model(_scores())
+        assert g.findings == []

@@ -14,7 +14,8 @@ from torchhook.guard.passing import Passing
 Allow = Literal["-inf", "inf"]
 
 # Where the lowest number stands for -inf, one of these makes it one.
-_ONE_STEP_FURTHER = ("add", "add_", "sub", "sub_", "to")
+_ADDS = frozenset({"add", "add_", "sub", "sub_"})
+_CASTS = frozenset({"to", "type", "type_as", "half", "bfloat16", "float"})
 
 
 class Allowed:
@@ -32,12 +33,15 @@ class Allowed:
         """Whether a model's input looks like a mask to be added to scores: -inf, and nothing above 0."""
         return self.permits(found) and (found.max is None or found.max <= 0 or "mask" in found.name)
 
-    def is_deliberate(self, it: Passing, inputs: Sequence[Statistics], outputs: Sequence[Statistics]) -> bool:
-        """Whether an infinity is one that was written down, or only what became of one."""
+    def is_deliberate(
+        self, it: Passing, inputs: Sequence[Statistics], outputs: Sequence[Statistics], seen_inside: bool
+    ) -> bool:
+        """Whether an infinity is one that was written down, or only what became of one, maybe ``seen_inside``."""
         if not all(self.permits(found) for found in outputs):
             return False
         if it.place.op is None:
-            return True  # of operations that were seen, each was judged when it ran
+            # A mask that is kept from before is returned as it is; what depends on weights was made by someone.
+            return seen_inside or not it.learned or any(not found.finite and self.permits(found) for found in inputs)
         lowest = min((torch.finfo(s.dtype).min for s in outputs if s.dtype.is_floating_point), default=-math.inf)
         if any(constant == math.inf or constant <= lowest for constant in it.constants):
             return True
@@ -46,6 +50,6 @@ class Allowed:
                 continue
             if not found.finite and self.permits(found):
                 return True
-            if found.min is not None and found.min <= lowest and it.place.op in _ONE_STEP_FURTHER:
+            if found.min is not None and found.min <= lowest and it.place.op in _ADDS | _CASTS:
                 return True
         return False

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchhook import hooks
-from torchhook.guard.judging import Judge
+from torchhook.guard.findings import Kind
 from torchhook.guard.operations import STILL_NODES, Named, named
 from torchhook.guard.passing import Passing, Place
 from torchhook.guard.tensors import UNREADABLE
 from torchhook.guard.window import Window
+from torchhook.recompute import graph_task
 
 _next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 _ACCUMULATES = 1 << 62  # AccumulateGrad, which is the parameter's and not the run's, has the largest number there is
@@ -27,19 +30,30 @@ class Follower:
     """Follows what passes into the backward pass. Autograd numbers its steps in the order in which they are made."""
 
     def __init__(
-        self, judge: Judge, window: Window, scope: hooks.Scope, handles: hooks.TensorHandles, wanted: bool
+        self,
+        window: Window,
+        scope: hooks.Scope,
+        handles: hooks.TensorHandles,
+        parameters: Callable[[], Iterable[tuple[str, nn.Module, nn.Parameter]]],
+        wanted: bool,
     ) -> None:
         self.wanted = wanted
-        self._judge = judge
         self._window = window
+        self._parameters = parameters
+        """Those that are judged, as they are now: their path and their module come first."""
         self._scope = scope
         self._handles = handles
         self._known: set[int] = set()
+        self._run = -1
         self._run_begins = self._op_begins = 0
+        self._awaited: dict[int, weakref.ref[nn.Parameter]] = {}
 
-    def begin_run(self) -> None:
+    def begin_run(self, run: int) -> None:
+        self._run = run
         self._run_begins = _next_number()
         self._known.clear()
+        if self.wanted:
+            self._expect_gradients()
 
     def begin_op(self) -> None:
         self._op_begins = _next_number()
@@ -70,7 +84,16 @@ class Follower:
             return
         for name, tensor in outputs:
             if tensor.requires_grad:
-                self._handles.add(hooks.on_gradient(tensor, _on_loss(self, place, name)))
+                self._handles.add(hooks.on_gradient(tensor, _on_arrival(self, place, name, "loss")))
+
+    def _expect_gradients(self) -> None:
+        """Wait for the gradients of the parameters, which the loss may also reach without the model's run."""
+        for path, module, parameter in self._parameters():
+            ref = self._awaited.get(id(parameter))
+            if (ref is None or ref() is not parameter) and parameter.requires_grad and not is_lazy(parameter):
+                self._awaited[id(parameter)] = weakref.ref(parameter)
+                place = Place(path, None, None, -1, (module,))
+                self._handles.add(hooks.on_gradient(parameter, _on_arrival(self, place, "gradient", "outside")))
 
     def step(self, place: Place, outgoing: Gradients, incoming: Gradients) -> None:
         """One step of the backward pass was made."""
@@ -78,16 +101,19 @@ class Follower:
             return
 
         def passing() -> Passing:
-            node = torch._C._current_autograd_node()
+            node, task = torch._C._current_autograd_node(), graph_task()
             name = None if node is None else node.name()
-            return Passing(place, "backward", _numbered(incoming), _numbered(outgoing), saved=_saved(node), node=name)
+            came, made = _numbered(incoming), _numbered(outgoing)
+            return Passing(place, "backward", came, made, saved=_saved(node), node=name, task=task)
 
         self._window.check([grad for grad in outgoing if grad is not None], passing)
 
-    def loss(self, place: Place, name: str, grad: Tensor) -> None:
-        """The gradient of something that the model returned came in."""
+    def arrived(self, place: Place, name: str, kind: Kind, grad: Tensor) -> None:
+        """The gradient of something that the model returned, or of a parameter, came in."""
         if not self._scope.closed:
-            self._judge.loss(place, name, grad)
+            place = place._replace(run=self._run) if place.run == -1 else place
+            came = [(name, grad)]
+            self._window.check([grad], lambda: Passing(place, "backward", came, came, task=graph_task(), arrives=kind))
 
 
 # Hooks hold the follower and an address, never a tensor or a node: a graph that holds itself is never freed.
@@ -97,8 +123,8 @@ def _on_step(follower: Follower, place: Place) -> Callable[[Gradients, Gradients
     return lambda outgoing, incoming: follower.step(place, outgoing, incoming)
 
 
-def _on_loss(follower: Follower, place: Place, name: str) -> Callable[[Tensor], None]:
-    return lambda grad: follower.loss(place, name, grad)
+def _on_arrival(follower: Follower, place: Place, name: str, kind: Kind) -> Callable[[Tensor], None]:
+    return lambda grad: follower.arrived(place, name, kind, grad)
 
 
 def _numbered(gradients: Gradients) -> Named:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from torchhook.guard.judging import Judge
 from torchhook.guard.watcher import Watcher
 from torchhook.guard.window import Window
 from torchhook.hooks import Look
-from torchhook.select import Selector, Target, is_callable, resolve
+from torchhook.select import Index, Selector, Target, is_callable, resolve
 from torchhook.session import Session
 from torchhook.sites import Site
 
@@ -98,10 +99,13 @@ def guard(
         raise ValueError(f"allow={allow!r}: use '-inf' (masks), 'inf' (both signs) or None.")
     session = Session(model, warn=False)
     index = session.index
-    excluded = set() if exclude is None else {(id(t.module), t.site.op) for t in resolve(index, exclude)}
+    targets = [] if exclude is None else resolve(index, exclude)
+    excluded = {(id(t.module), t.site.op) for t in targets}
+    spared = {id(module) for t in targets if t.site.op is None for module in t.module.modules()}
     judge = Judge(index, Allowed(allow), _reporter(action))
     window = Window(index, judge)
-    follower = Follower(judge, window, session.scope, session.handles, wanted=backward)
+    parameters = functools.partial(_parameters, index, spared)
+    follower = Follower(window, session.scope, session.handles, parameters, wanted=backward)
     watcher = Watcher(session.scope, judge, window, follower, excluded)
     session.listen(watcher)
     for module in index.distinct.values():
@@ -110,6 +114,13 @@ def guard(
             session.look(Target(site._replace(port="input"), module), _looker(watcher.given, module))
             session.look(Target(site, module), _looker(watcher.made, module))
     return Guard(session, judge)
+
+
+def _parameters(index: Index, spared: set[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    for path, (module, own) in index.tensors.items():
+        parameter = module._parameters.get(own)
+        if isinstance(parameter, nn.Parameter) and id(module) not in spared:
+            yield path, module, parameter
 
 
 def _looker(function: Callable[[nn.Module, Any, int], None], module: nn.Module) -> Look:

@@ -109,6 +109,8 @@ class Finding:
         return f"{where} made {bad} out of {'finite inputs' if given is None else f'masked inputs ({held})'}."
 
     def _advice(self) -> str:
+        if self.kind == "outside" and self.phase == "backward":
+            return _ADVICE["loss"]
         if self.kind in _ADVICE:
             return _ADVICE[self.kind]
         if self.phase == "backward":

@@ -6,16 +6,17 @@ make infinities that they throw away again (the position buckets of T5, the loga
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from torchhook.guard.allowed import Allowed
+from torchhook.guard.blank import written
 from torchhook.guard.findings import Finding, Kind, Statistics
 from torchhook.guard.passing import Crossing, Passing, Place
-from torchhook.guard.tensors import describe, may_be_bad, origin, storage
+from torchhook.guard.tensors import Origin, describe, may_be_bad, origin, reach
 from torchhook.select import Index
 from torchhook.sites import Site
 
@@ -34,6 +35,13 @@ class _Owner(NamedTuple):
 
     kind: Kind
     name: str
+    reach: range
+    """The part of it that is its own."""
+
+
+def _owner(owners: dict[int, list[_Owner]], its: Origin) -> _Owner | None:
+    some = owners.get(its.storage, []) if its.storage is not None else []
+    return next((owner for owner in some if its.offset in owner.reach), some[0] if some else None)
 
 
 class Judge:
@@ -41,19 +49,21 @@ class Judge:
 
     def __init__(self, index: Index, allowed: Allowed, report: Callable[[Finding], None]) -> None:
         self.findings: dict[Any, Finding] = {}
-        self.blank: list[weakref.ref[Tensor]] = []
-        """Memory of this run that was not filled yet."""
         self._index = index
         self._allowed = allowed
         self._report = report
         self._suspects: dict[int | None, _Suspect] = {}
+        self._masking: set[int] = set()
+        """Modules of this run, by id, that hold an infinity on purpose."""
         self._run_is_faulty = False
         self._faulty_runs: set[int] = set()
+        self._faulty_passes: set[int] = set()
+        """Backward passes that something bad was seen in."""
 
     def forget_run(self) -> None:
         """Forget what belongs to one run of the model."""
-        self.blank.clear()
         self._suspects.clear()
+        self._masking.clear()
         self._run_is_faulty = False
 
     def name(self, module: nn.Module) -> str:
@@ -70,25 +80,23 @@ class Judge:
                     Finding("input", place.site("input"), "forward", place.run, [found], [], [], self._stack(place))
                 )
 
-    def loss(self, place: Place, name: str, grad: Tensor) -> None:
-        """Judge the gradient that the model's output is given."""
-        if not self.findings and may_be_bad(grad):
-            found = describe(name, grad)
-            if not found.finite:
-                self._found(
-                    Finding("loss", place.site("grad"), "backward", place.run, [found], [], [], self._stack(place))
-                )
-
     def passing(self, it: Passing) -> None:
         """Judge what a place made."""
-        outputs = [describe(name, tensor) for name, tensor in self._filled(it)]
+        outputs = [
+            describe(name, tensor if before is None else written(before, tensor))
+            for (name, tensor), before in zip_longest(it.outputs, it.over)
+        ]
         if all(s.finite for s in outputs):
             return  # the sum overflowed, not its terms
         inputs = [describe(name, tensor) for name, tensor in it.inputs]
         if it.phase == "backward":
             self._gradient(it, inputs, outputs)
-        elif not self._is_propagated(it, inputs, outputs) and not self._allowed.is_deliberate(it, inputs, outputs):
-            self._value(it, inputs, outputs)
+        elif not self._is_propagated(it, inputs, outputs):
+            around = [id(module) for module in it.place.around]
+            if self._allowed.is_deliberate(it, inputs, outputs, around[-1] in self._masking):
+                self._masking.update(around)
+            else:
+                self._value(it, inputs, outputs)
 
     def crossing(self, it: Crossing) -> None:
         """Report the suspects that go into another module, or leave theirs; forget those that stay behind."""
@@ -108,18 +116,9 @@ class Judge:
 
     # -- what is made of it -----------------------------------------------------------------------
 
-    def _filled(self, it: Passing) -> list[tuple[str, Tensor]]:
-        if it.phase == "backward":
-            return it.outputs
-        blank = {storage(tensor) for ref in self.blank if (tensor := ref()) is not None}
-        return [output for output, memory in zip(it.outputs, it.storages, strict=True) if memory not in blank]
-
     def _value(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> None:
         owners = self._owners()
-        owned = [
-            (found, owners.get((o.storage, o.offset)) or owners.get((o.storage, None)))
-            for found, o in zip(inputs, it.origins, strict=True)
-        ]
+        owned = [(found, _owner(owners, its)) for found, its in zip(inputs, it.origins, strict=True)]
         weights = [found._replace(name=owner.name) for found, owner in owned if owner is not None]
         plain = [found for found, owner in owned if owner is None]
 
@@ -134,8 +133,7 @@ class Judge:
         if self._run_is_faulty and (it.place.op is None or any(not s.finite for s in plain)):
             return  # it only passes on what was found before
         if any(not s.finite and not self._allowed.permits(s) for s in plain):
-            if not self.findings:
-                self._found(finding("outside", it.place.site("input")))
+            self._found(finding("outside", it.place.site("input")))
         elif it.place.op is None:
             self._found(finding("module", it.place.site()))
         elif any(s.nan for s in outputs):
@@ -145,14 +143,16 @@ class Judge:
 
     def _gradient(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> None:
         place, came_bad = it.place, any(not s.finite for s in inputs)
-        if self.findings and (came_bad or place.run in self._faulty_runs or "Checkpoint" in str(it.node)):
-            return  # it only passes on what was found before, or inside
+        passes = {it.task} if place.task == -1 else {it.task, place.task}
+        passes_on = (came_bad or "Checkpoint" in str(it.node)) and not passes.isdisjoint(self._faulty_passes)
+        self._faulty_passes |= passes
+        if passes_on or place.run in self._faulty_runs:
+            return  # of what was found before, or inside
         site = place.site("grad" if came_bad else "grad_input")
-        kind: Kind = "outside" if came_bad else "op" if place.op is not None else "module"
+        kind: Kind = it.arrives or ("outside" if came_bad else "op" if place.op is not None else "module")
         saved = [describe(name, tensor) for name, tensor in it.saved]
-        self._found(
-            Finding(kind, site, "backward", place.run, inputs, saved, outputs, self._stack(place), node=it.node)
-        )
+        made = [] if it.arrives else outputs
+        self._found(Finding(kind, site, "backward", place.run, inputs, saved, made, self._stack(place), node=it.node))
 
     def _is_propagated(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> bool:
         """Whether it comes from an Inf under suspicion, which is then followed, or reported once it is a NaN."""
@@ -184,15 +184,14 @@ class Judge:
             known.times += 1
         self._report(known)
 
-    def _owners(self) -> dict[tuple[int | None, int | None], _Owner]:
-        """Parameters and buffers by memory and offset, and by memory alone: cuDNN puts several into one."""
-        owners: dict[tuple[int | None, int | None], _Owner] = {}
+    def _owners(self) -> dict[int, list[_Owner]]:
+        """Parameters and buffers by memory: cuDNN and flattened optimizers put several into one."""
+        owners: dict[int, list[_Owner]] = {}
         for name, (module, own) in self._index.tensors.items():
             tensor = getattr(module, own, None)
             if isinstance(tensor, Tensor) and (its := origin(tensor)).storage is not None:
-                owner = _Owner("parameter" if own in module._parameters else "buffer", name)
-                owners.setdefault((its.storage, its.offset), owner)
-                owners.setdefault((its.storage, None), owner)
+                kind: Kind = "parameter" if own in module._parameters else "buffer"
+                owners.setdefault(its.storage, []).append(_Owner(kind, name, reach(tensor)))
         return owners
 
     def _stack(self, place: Place) -> list[str]:

@@ -9,15 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from torchhook import tree
+from torchhook.guard.tensors import storage
 
 Named = list[tuple[str, Tensor]]
 
-# They look at a shape, or show the same memory in another one.
+# They look at a shape, or show the same memory in another one; some copy where they cannot, see ``is_still``.
 STILL = frozenset(
     {
         *("view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "movedim", "swapaxes", "swapdims"),
         *("flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "broadcast_tensors"),
         *("getitem", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "unfold", "diagonal"),
+        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"),
         *("contiguous", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "register_hook"),
     }
 )
@@ -26,9 +28,14 @@ STILL_NODES = re.compile(
     r"|Unbind|Clone|AsStrided)Backward\d*"
 )
 
-# Their memory holds whatever was there before, until one of the second kind fills it.
+# Their memory holds whatever was there before. The second kind writes to all of its tensor, and reads nothing there.
 BLANK = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "Tensor"})
 FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_"})
+
+
+def is_still(name: str, outputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation made no values."""
+    return name in STILL and storage(outputs[0]) in {storage(t) for t in tree.tensors([args, kwargs])}
 
 
 def named(value: Any, prefix: str) -> Named:

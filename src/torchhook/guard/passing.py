@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchhook.guard.findings import Phase
+from torchhook.guard.findings import Kind, Phase
 from torchhook.guard.operations import Named
 from torchhook.guard.tensors import Origin
 from torchhook.sites import Site
@@ -22,6 +22,8 @@ class Place(NamedTuple):
     run: int
     around: tuple[nn.Module, ...]
     """The modules that run there, outermost first."""
+    task: int = -1
+    """The backward pass that recomputes it; -1 outside of one."""
 
     def site(self, port: str = "output") -> Site:
         return Site(self.path, self.op, self.call, port)
@@ -38,9 +40,17 @@ class Passing(NamedTuple):
     """Forward only: the memory of the outputs and of the inputs, which may be copies themselves by now."""
     origins: Sequence[Origin] = ()
     constants: Sequence[float] = ()
+    over: Sequence[Tensor | None] = ()
+    """Forward only: what was there before, for each output in memory that is blank."""
+    learned: bool = False
+    """Forward only: whether the outputs of a module depend on something learned."""
     saved: Sequence[tuple[str, Tensor]] = ()
     """Backward only: what the step kept from the forward pass."""
     node: str | None = None
+    task: int = -1
+    """Backward only: which backward pass it is."""
+    arrives: Kind | None = None
+    """Backward only: what is at fault for a gradient that arrives bad, if nothing that was seen made it so."""
 
 
 class Crossing(NamedTuple):

@@ -84,6 +84,15 @@ def origin(tensor: Tensor) -> Origin:
     return Origin(storage(tensor), int(tensor.storage_offset()) if tensor.layout == torch.strided else 0, learned)
 
 
+def reach(tensor: Tensor) -> range:
+    """The elements of its memory that a tensor reaches from its first to its last."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return range(1)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    return range(first, first + 1 + sum((size - 1) * stride for size, stride in steps))
+
+
 def storage(tensor: Tensor) -> int | None:
     """The identity of a tensor's memory, which its views share."""
     try:

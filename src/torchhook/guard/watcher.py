@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.guard.backward import Follower
+from torchhook.guard.blank import Blank, without_nan
 from torchhook.guard.judging import Judge
-from torchhook.guard.operations import BLANK, FILLS, STILL, Named, arguments, named, overwritten, results
+from torchhook.guard.operations import BLANK, FILLS, Named, arguments, is_still, named, overwritten, results
 from torchhook.guard.passing import Passing, Place
 from torchhook.guard.tensors import copied, origin, storage
 from torchhook.guard.window import Window
@@ -41,6 +42,7 @@ class Watcher(Listener):
         self._given: dict[int, Named] = {}
         self._overwritten: dict[int, Tensor] = {}
         """What the operation that runs writes to, as it was before."""
+        self._blank = Blank()
         self._last_seen: weakref.ref[Tensor] | None = None
 
     # -- modules ------------------------------------------------------------------------------
@@ -50,7 +52,8 @@ class Watcher(Listener):
         if self.depth == 1 and self.current is module and not _is_recomputing():
             self._run += 1
             self._judge.forget_run()
-            self._follower.begin_run()
+            self._blank.clear()
+            self._follower.begin_run(self._run)
 
     def given(self, module: nn.Module, value: Any, call: int) -> None:
         """A module is called; the outermost one's arguments are the model's own inputs."""
@@ -68,15 +71,24 @@ class Watcher(Listener):
         """A module has run: check what no operation was seen to make."""
         inputs, outputs = self._given.pop(id(module), []), named(value, "output")
         self._window.cross(outputs, module)
-        unseen = [(name, t) for name, t in outputs if self._last_seen is None or t is not self._last_seen()]
+        last = None if self._last_seen is None else self._last_seen()
+        unseen = [(name, t) for name, t in outputs if t is not last and t not in self._blank]
+        place = self._place(module, None, call)
         if unseen and not self._is_excluded(None, module):
-            place, tensors = self._place(module, None, call), [tensor for _, tensor in unseen]
-            storages, origins = [storage(t) for t in tensors], [origin(t) for _, t in inputs]
-            self._window.check(tensors, lambda: Passing(place, "forward", inputs, unseen, storages, origins))
-            self._follower.follow(tensors, place)
+            for learned in (True, False):
+                self._check_unseen(place, inputs, [(name, t) for name, t in unseen if t.requires_grad is learned])
+            self._follower.follow([tensor for _, tensor in unseen], place)
         if self.depth == 0:
             self._window.settle()
-            self._follower.expect_loss(outputs, self._place(module, None, call))
+            self._follower.expect_loss(outputs, place)
+
+    def _check_unseen(self, place: Place, inputs: Named, outputs: Named) -> None:
+        def passing() -> Passing:
+            storages, origins = [storage(t) for _, t in outputs], [origin(t) for _, t in inputs]
+            learned = outputs[0][1].requires_grad
+            return Passing(place, "forward", inputs, outputs, storages, origins, learned=learned)
+
+        self._window.check([tensor for _, tensor in outputs], passing)
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -94,27 +106,31 @@ class Watcher(Listener):
         outputs = results(output, args, wrote=bool(before))
         if not outputs:
             return output
-        if name in STILL or name in BLANK:
+        again, call = _is_recomputing(), self._calls[id(module), name]
+        self._calls[id(module), name] += not again
+        if name in BLANK or is_still(name, outputs, args, kwargs):
             if name in BLANK:
-                self._judge.blank.append(weakref.ref(outputs[0]))
+                self._blank.add(outputs[0])
             self._last_seen = weakref.ref(outputs[-1])
             return output
-        if _is_recomputing():  # the values were checked the first time, but this graph is a new one
+        if again:  # the values were checked the first time, but this graph is a new one
             self._follower.follow(outputs, self._place(module, name, None))
             return output
-        call = self._calls[id(module), name]
-        self._calls[id(module), name] += 1
         if self._is_excluded(name):
             return output
-        if self._judge.blank and (name in FILLS or "out" in kwargs):
-            self._judge.blank = [ref for ref in self._judge.blank if ref() is not outputs[0]]
+        if name in FILLS or "out" in kwargs:
+            for tensor in outputs:
+                self._blank.filled(tensor)
 
         def passing() -> Passing:
             inputs, constants = arguments(args, kwargs)
             origins, storages = [origin(t) for _, t in inputs], [storage(t) for t in outputs]
-            inputs = [(label, before.get(id(t), t)) for label, t in inputs]
+            over = [before.get(id(t)) if t in self._blank else None for t in outputs]
+            was = {key: without_nan(old) if any(old is o for o in over) else old for key, old in before.items()}
+            inputs = [(label, was.get(id(t), t)) for label, t in inputs]
             made = [("output", t) for t in outputs]
-            return Passing(self._place(module, name, call), "forward", inputs, made, storages, origins, constants)
+            place = self._place(module, name, call)
+            return Passing(place, "forward", inputs, made, storages, origins, constants, over)
 
         self._window.check(outputs, passing)
         if self._follower.wanted and torch.is_grad_enabled():
@@ -126,6 +142,7 @@ class Watcher(Listener):
         super().close()
         self._window.clear()
         self._judge.forget_run()
+        self._blank.clear()
         self._given.clear()
 
     # -- places -------------------------------------------------------------------------------
@@ -133,7 +150,7 @@ class Watcher(Listener):
     def _place(self, module: nn.Module, op: str | None, call: int | None) -> Place:
         inside = op is not None or (self._running and self._running[-1] is module)
         around = self._running if inside else [*self._running, module]
-        return Place(self._judge.name(module), op, call, self._run, tuple(around))
+        return Place(self._judge.name(module), op, call, self._run, tuple(around), graph_task())
 
     def _is_excluded(self, op: str | None, *more: nn.Module) -> bool:
         if not self._excluded:
