@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import re
+import weakref
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -50,6 +51,13 @@ def x() -> Tensor:
 
 def clean(model: nn.Module) -> bool:
     return not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def printed(function: Any, *args: Any) -> str:
@@ -546,6 +554,90 @@ def test_a_layer_that_never_ran_is_an_error_and_not_a_none() -> None:
 
     with pytest.warns(NeverRanWarning, match="'unused'"), pytest.raises(NeverRanError, match="'unused' was selected"):
         th.FeatureLayers(Skips(), ["unused"])(torch.ones(1))
+
+
+def bare(net: nn.Module, path: str, x: Tensor) -> Tensor:
+    """What a layer produced, by a hook written by hand."""
+    seen: list[Tensor] = []
+    handle = net.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    net(x)
+    handle.remove()
+    return seen[0]
+
+
+MAKERS = [th.FeatureLayers, th.FeatureExtractor, lambda m, p, **kw: th.FeatureLayer(m, p[0], **kw)]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("path", ["relu:input", "fc1:grad", "fc1.weight", "relu/relu_", "fc1#5", "head.*:input"])
+def test_attached_hooks_refuse_what_is_no_output_of_a_layer(net: Net, make: Any, path: str) -> None:
+    with pytest.raises(SelectorError, match=r"attach=True takes the outputs of layers, by plain paths"):
+        make(net, [path], attach=True)
+    assert clean(net)
+
+
+def test_attached_hooks_take_layers_and_globs_and_go_with_their_wrapper(net: Net, x: Tensor) -> None:
+    paths = ["fc1", "head.*", "relu:output", "fc1"]
+    hooked = th.FeatureLayers(net, paths, attach=True)
+    features, output = hooked(x)
+    assert torch.equal(output, net(x))
+    expected = [bare(net, path, x) for path in ("fc1", "head.0", "head.1", "relu", "fc1")]
+    assert len(features) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(features, expected, strict=True))
+    del hooked
+    gc.collect()
+    assert clean(net)
+
+
+def test_plain_calls_of_an_attached_model_keep_nothing(net: Net, x: Tensor) -> None:
+    hooked = th.FeatureLayer(net, "fc1", attach=True)
+    wanted = bare(net, "fc1", x)
+    given = x.clone()
+    reference = weakref.ref(given)  # it is saved for the gradient of the weight, as long as the output is there
+    net(given)
+    del given
+    gc.collect()
+    assert reference() is None
+    assert torch.equal(hooked(x)[0], wanted)
+    with pytest.raises(RuntimeError):
+        hooked(x[:, :-1])
+    net(x)
+    assert torch.equal(hooked(x)[0], wanted)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f)), saved])
+def test_a_copy_of_an_attached_wrapper_has_hooks_of_its_own(net: Net, x: Tensor, duplicate: Any) -> None:
+    hooked = th.FeatureExtractor(net, ["fc1", "relu"], attach=True)
+    wanted = {path: bare(net, path, x) for path in ("fc1", "relu")}
+    again = duplicate(hooked)
+    again_twice = duplicate(again)
+    for wrapper in (again, hooked, again_twice):
+        for path, value in wrapper(x).items():
+            assert torch.equal(value, wanted[path])
+    del hooked
+    gc.collect()
+    assert torch.equal(again(x)["fc1"], wanted["fc1"])
+
+
+@pytest.mark.parametrize("duplicate", [lambda f: f, copy.deepcopy])
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own making
+def test_an_attached_wrapper_is_compiled_and_exported_whole(net: Net, x: Tensor, make: Any, duplicate: Any) -> None:
+    hooked = duplicate(make(net, ["fc1"], attach=True))
+    wanted = bare(net, "fc1", x)
+
+    def feature(result: Any) -> Tensor:
+        first = result["fc1"] if isinstance(result, dict) else result[0]
+        return first["fc1"] if isinstance(first, list) else first
+
+    torch._dynamo.reset()
+    compiled = torch.compile(hooked, fullgraph=True, backend="eager")
+    for _ in range(2):
+        assert torch.equal(feature(compiled(x)), wanted)
+    for strict in (False, True):
+        exported = torch.export.export(hooked, (x,), strict=strict)
+        assert torch.equal(feature(exported.module()(x)), wanted)
+    assert torch.equal(feature(hooked(x)), wanted)
 
 
 def test_other_arguments_reach_the_model() -> None:

@@ -220,6 +220,33 @@ def test_patching_a_recording_of_another_shape_is_refused() -> None:
             th.run(model, clean[:1], edit={"0": edit})
 
 
+class Attends(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return 100 * q + 10 * k + v
+
+
+class Calls(nn.Module):
+    """Calls a child with one tensor in several places, or with another in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.att = Attends()
+
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        return self.att(q, q if k is None else k, q if v is None else v)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3], ids=["one tensor", "two tensors", "three tensors"])
+def test_a_value_with_one_tensor_in_several_places_is_patched_place_by_place(count: int) -> None:
+    model, recorded = Calls(), [torch.full((1,), n) for n in (1.0, 2.0, 3.0)][:count]
+    expected = model(*recorded)
+    with th.capture(model, "att:input") as rec:
+        model(*recorded)
+    with th.edit(model, {"att:input": edits.patch(rec)}):
+        assert torch.equal(model(torch.zeros(1)), expected)
+        assert torch.equal(model(torch.zeros(1), torch.zeros(1), torch.zeros(1)), expected)
+
+
 def test_patching_never_lets_the_model_write_into_the_recording() -> None:
     model = chain(Pass(), nn.ReLU(inplace=True))
     _, rec = th.run(model, X, capture="0")
@@ -682,6 +709,61 @@ def test_what_is_not_an_edit_is_refused_before_anything_runs() -> None:
         th.edit(chain(Pass()), {"0": [edits.zero(), 3.0]})
     with pytest.raises(TypeError, match="edits are a dict of selectors and edits, found list"):
         th.edit(chain(Pass()), [edits.zero()])
+
+
+@pytest.mark.parametrize("name", ["replace", "add", "scale", "zero", "mean", "clamp", "noise", "patch", "at"])
+def test_an_edit_that_was_not_called_is_refused_before_anything_runs(name: str) -> None:
+    model = chain(Pass())
+    for edit in (getattr(edits, name), [edits.scale(2), getattr(edits, name)]):
+        with pytest.raises(
+            EditError, match=rf"^edits\.{name} makes an edit when it is called: write edits\.{name}\(…\)"
+        ):
+            th.edit(model, {"0": edit})
+    with pytest.raises(EditError, match="makes an edit when it is called"):
+        edits.at("0", getattr(edits, name))
+
+
+@pytest.mark.parametrize(
+    ("edit", "by_hand"),
+    [
+        (edits.zero(), lambda i: i * 0),
+        (edits.clamp(1, 2), lambda i: i.clamp(1, 2)),
+        (edits.clamp(high=0), lambda i: i * 0),
+    ],
+    ids=["zero", "clamp", "clamp high"],
+)
+def test_integers_are_zeroed_and_clamped_before_an_embedding(edit: Any, by_hand: Any) -> None:
+    model, ids = chain(nn.Embedding(5, 3)), torch.tensor([[0, 1, 4, 3]])
+    expected = model(by_hand(ids))
+    with th.edit(model, {"0:input": edit}):
+        assert torch.equal(model(ids), expected)
+    assert ids.tolist() == [[0, 1, 4, 3]]
+
+
+@pytest.mark.parametrize("edit", [edits.scale(2), edits.mean(), edits.noise(1.0)], ids=["scale", "mean", "noise"])
+def test_an_edit_that_would_leave_integers_as_they_are_is_refused(edit: Any) -> None:
+    model = chain(nn.Embedding(5, 3))
+    with (
+        th.edit(model, {"0:input": edit}),
+        pytest.raises(EditError, match=r"0.*:input: edits\.\w+ changes floating-point"),
+    ):
+        model(torch.tensor([1]))
+
+
+def test_an_edit_of_a_value_without_tensors_is_refused() -> None:
+    with pytest.raises(EditError, match=r"^fc: edits\.zero changes tensors, and this value has none: NoneType None\.$"):
+        edits.zero()(None, Site("fc"))
+    with pytest.raises(EditError, match=r"has none: dict \{a=\(1,\)\}, torch\.int64\.$"):
+        edits.scale(2)({"a": torch.ones(1, dtype=torch.int64)}, Site("fc"))
+
+
+@pytest.mark.parametrize("edit", [edits.zero(), edits.clamp(0, 0), edits.scale(0)], ids=["zero", "clamp", "scale"])
+def test_integers_beside_floating_point_tensors_stay(edit: Any) -> None:
+    value = (torch.ones(2), torch.tensor([1, 2]), {"mask": torch.tensor([True])})
+    new = edit(value, Site("fc"))
+    assert new[0].tolist() == [0, 0]
+    assert new[1] is value[1]
+    assert new[2]["mask"] is value[2]["mask"]
 
 
 def test_an_unknown_site_is_refused_with_the_closest() -> None:

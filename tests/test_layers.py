@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -197,3 +198,69 @@ def test_ops_lists_the_functional_operations_with_their_addresses() -> None:
     assert calls["/mean"] == 1
     assert str(found).splitlines()[0] == f"{len(found)} operations"
     assert "conv/conv2d" in found._repr_html_()
+
+
+# -- layers leaves everything as it was ------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    """Changes everything that a forward pass can change: its input, its buffer, the random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros(1))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.steps += 1
+        return self.relu(x) * torch.rand(()) * scale
+
+
+def test_the_run_for_the_shapes_changes_neither_inputs_nor_buffers_nor_random_numbers() -> None:
+    model, x, state = Writes(), -torch.ones(2, 3), torch.get_rng_state()
+    steps = model.steps
+    assert th.layers(model, inputs=x)["relu"].shape == "(2, 3)"
+    assert torch.equal(x, -torch.ones(2, 3))
+    assert model.steps is steps
+    assert steps.item() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"x": torch.ones(2), "scale": 2.0}, UserDict(x=torch.ones(2)), (torch.ones(2), 3.0)]
+)
+def test_inputs_may_be_any_mapping_or_a_tuple(inputs: Any) -> None:
+    assert th.layers(Writes(), inputs=inputs)["relu"].shape == "(2,)"
+
+
+class Merges(nn.Linear):
+    """Like a LoRA layer: its own ``train`` merges weights for evaluation."""
+
+    def train(self, mode: bool = True) -> Merges:
+        if mode != self.training:
+            with torch.no_grad():
+                self.weight += -1 if mode else 1
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_models_own_train_method_is_not_called_and_every_mode_comes_back(fails: bool) -> None:
+    model = nn.Sequential(Merges(2, 3), nn.Dropout(0.5), nn.ReLU())
+    model[2].training = False
+    weight = model[0].weight.detach().clone()
+    if fails:
+        with pytest.raises(RuntimeError):
+            th.layers(model, inputs=torch.ones(1, 7))
+    else:
+        th.layers(model, inputs=torch.ones(1, 2))
+    assert torch.equal(model[0].weight, weight)
+    assert [m.training for m in model.modules()] == [True, True, True, False]
+
+
+def test_the_run_is_in_eval_mode_and_takes_lazy_buffers() -> None:
+    modes = []
+    model = nn.Sequential(nn.LazyBatchNorm1d(), nn.ReLU())
+    model[1].register_forward_pre_hook(lambda module, args: modes.append((module.training, torch.is_grad_enabled())))
+    assert th.layers(model, inputs=torch.ones(1, 2))["0"].shape == "(1, 2)"
+    assert modes == [(False, False)]

@@ -492,3 +492,12 @@ def test_a_truncated_recording_is_a_clear_error(rec: Recording, tmp_path: Path, 
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(RecordingFileError, match=r"run cannot be read: .*Write it again, or take it from a backup\."):
         load(path)
+
+
+def test_one_tensor_in_several_places_is_concatenated_place_by_place() -> None:
+    rec = Recording()
+    store, shared = rec.open_store(Site("fc")), torch.zeros(1)
+    store.put((0, next(rec.order), (shared, [shared], shared)))
+    store.put((1, next(rec.order), (torch.ones(1), [torch.full((1,), 2.0)], torch.full((1,), 3.0))))
+    first, (second,), third = rec.cat("fc")
+    assert [first.tolist(), second.tolist(), third.tolist()] == [[0, 1], [0, 2], [0, 3]]

@@ -7,9 +7,10 @@ import json
 import math
 import pickle
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -360,6 +361,62 @@ def test_a_transformers_output_comes_back_with_its_fields(tmp_path: Path) -> Non
     assert torch.equal(found.last_hidden_state, value.last_hidden_state)
     assert found.hidden_states[0].item() == 0
     assert list(found) == ["last_hidden_state", "hidden_states"]
+
+
+class Named(dict):
+    pass
+
+
+class Loose:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict([(1, torch.ones(1)), (0, torch.zeros(1))]),
+        OrderedDict([((2, "a"), torch.ones(1)), (None, None), ("1", 1), (1, 2)]),
+        defaultdict(list, {3: [torch.ones(2)], -1: []}),
+        Named({1.5: torch.ones(1), "x": OrderedDict([(7, torch.zeros(2))])}),
+        MappingProxyType({5: torch.ones(1)}),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_dict_of_another_type_is_read_by_its_own_keys(tmp_path: Path, value: Any) -> None:
+    def plain(part: Any) -> Any:
+        return {k: plain(v) for k, v in part.items()} if isinstance(part, (dict, MappingProxyType)) else part
+
+    for found in (round_trip(value, tmp_path), round_trip(round_trip(value, tmp_path), tmp_path)):
+        assert type(found).__name__ == type(value).__name__
+        assert same(plain(found), plain(value))
+        assert tree.describe(tree.map_tensors(torch.clone, found)) == tree.describe(found)
+
+
+def test_the_attributes_of_a_dict_of_another_type_come_along(tmp_path: Path) -> None:
+    value = Named({1: torch.ones(1)})
+    value.extra = torch.full((2,), 3.0)  # type: ignore[attr-defined]
+    found = round_trip(value, tmp_path)
+    assert dict(found) == {1: torch.ones(1)}
+    assert found.extra.tolist() == [3, 3]
+
+
+def test_a_part_that_holds_itself_is_opaque_and_the_rest_is_saved(tmp_path: Path) -> None:
+    knot: list[Any] = []
+    knot.append(knot)
+    value = Loose()
+    value.h, value.knot, value.rows = torch.ones(1), knot, [1, {"a": 2}]  # type: ignore[attr-defined]
+    found = round_trip(value, tmp_path)
+    assert found.h.item() == 1
+    assert found.knot == Opaque("builtins.list", "[[...]]")
+    assert found.rows == [1, {"a": 2}]
+
+
+def test_a_file_from_before_dicts_of_another_type_were_told_apart_still_loads(tmp_path: Path) -> None:
+    document = '{"values": [{"fields": ["OrderedDict", ["1", "0"], [{"leaf": 5}, {"tensor": "t0"}]]}], "about": {}}'
+    ((found,), _) = saving.load(written(tmp_path / "a", {"t0": torch.ones(1)}, recording=document))
+    assert list(found) == ["1", "0"]
+    assert found["1"] == 5
+    assert found["0"].item() == 1
 
 
 # -- documents -------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class HookManager:
     >>> manager.get("0")[0].shape
     torch.Size([1, 3])
 
-    Features are safe, detached copies on the CPU. ``max_size`` keeps the newest of each key; -1 keeps all.
+    Features are safe, detached copies on the CPU. ``max_size`` keeps the newest of each key; -1 or 0 keeps all.
     The hooks go when the manager does, at the end of a ``with`` block, or with ``clear_hooks``.
     """
 
@@ -204,6 +204,7 @@ class Features(list[Any]):
     def __init__(self, named: list[tuple[str, Any]]) -> None:
         super().__init__(value for _, value in named)
         self._named = dict(named)
+        self._paths = [path for path, _ in named]
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -219,25 +220,80 @@ class Features(list[Any]):
         return iter(self._named.items())
 
 
+tree.register(Features, lambda f: (list(f), f._paths), lambda new, paths: Features(list(zip(paths, new, strict=True))))
+
+
+class _Attached:
+    """Hooks that stay on a model, and what they keep while their wrapper runs; plain calls of the model keep nothing.
+
+    The wrapper owns this object and its hooks know it, so that the wrapper can go while the model stays.
+    """
+
+    def __init__(self, targets: list[tuple[str, Target]], attachment: hooks.Attachment) -> None:
+        self.running = False
+        self.paths = [path for path, _ in targets]
+        self.values: dict[str, list[Any]] = {path: [] for path in self.paths}
+        for path, target in dict(targets).items():
+            attachment.attach(_AttachedTap(path, self), target.module)
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[str, Any]], Any]:
+        features = {}
+        self.running = True
+        try:
+            output = model(*args, **kwargs)
+            for path, kept in self.values.items():
+                if len(kept) != 1:
+                    raise LookupError(f"{path!r} ran {len(kept)} times; attach=True takes layers that run once.")
+                features[path] = kept[0]
+        finally:
+            self.running = False
+            for kept in self.values.values():
+                kept.clear()
+        return [(path, features[path]) for path in self.paths], output
+
+
+class _AttachedTap(hooks.StaticTap):
+    __slots__ = ("attached",)
+
+    def __init__(self, path: str, attached: _Attached) -> None:
+        super().__init__(path, attached.values[path])
+        self.attached = attached
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.attached.running:
+            super().__call__(module, args, output)
+
+
 class _Featured(nn.Module):
     """A model together with layers whose outputs are wanted.
 
-    Hooks are there only while ``forward`` runs. With ``attach=True`` they stay for as long as this object does, which
-    is what ``torch.compile`` and ``torch.export`` need: they capture model and hooks as one graph.
+    Hooks are there only while ``forward`` runs. With ``attach=True``, which takes the outputs of layers that run once,
+    they stay for as long as this object does. That is what ``torch.compile`` and ``torch.export`` need: they capture
+    model and hooks as one graph.
     """
 
     def __init__(self, model: nn.Module, paths: Iterable[str], attach: bool = False) -> None:
         super().__init__()
         self.model = model
         self.paths = [paths] if isinstance(paths, str) else list(paths)
-        self._static: dict[str, list[Any]] | None = None
         targets = self._targets()  # a wrong path is said now, not at the first call
-        if attach:
-            attachment = hooks.Attachment()
-            weakref.finalize(self, attachment.remove)
-            self._static = {path: [] for path, _ in targets}
-            for path, target in dict(targets).items():
-                attachment.attach(hooks.StaticTap(path, self._static[path]), target.module)
+        self._attached = self._attach(targets) if attach else None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._attached is not None:  # a copy: the hooks of the original are not its own
+            self._attached = self._attach(self._targets())
+
+    def _attach(self, targets: list[tuple[str, Target]]) -> _Attached:
+        for path, target in targets:
+            if target.tensor is not None or target.site != Site(target.site.path):
+                raise SelectorError(
+                    f"{path!r}: attach=True takes the outputs of layers, by plain paths ('layer4') or globs of them; "
+                    "inputs, gradients, parameters, operations and single calls need attach=False."
+                )
+        attachment = hooks.Attachment()
+        weakref.finalize(self, attachment.remove)
+        return _Attached(targets, attachment)
 
     def _targets(self) -> list[tuple[str, Target]]:
         index = Index(self.model)
@@ -245,27 +301,14 @@ class _Featured(nn.Module):
         return [(str(t.site) if len(found) > 1 else path, t) for path, found in chosen for t in found]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[str, Any]], Any]:
-        if self._static is not None:
-            return self._run_attached(self._static, args, kwargs)
+        if self._attached is not None:
+            return self._attached.run(self.model, args, kwargs)
         targets = self._targets()
         session = Session(self.model)
         session.record({target.site: target for _, target in targets}.values(), Keep("live"))
         with session as recording:
             output = self.model(*args, **kwargs)
         return [(path, recording[target.site]) for path, target in targets], output
-
-    def _run_attached(
-        self, values: dict[str, list[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[tuple[str, Any]], Any]:
-        for kept in values.values():
-            kept.clear()
-        output = self.model(*args, **kwargs)
-        features = {}
-        for path, kept in values.items():
-            if len(kept) != 1:
-                raise LookupError(f"{path!r} ran {len(kept)} times; attach=True takes layers that run once.")
-            features[path] = kept.pop()
-        return [(path, features[path]) for path, _ in self._targets()], output
 
 
 class FeatureLayers(_Featured):

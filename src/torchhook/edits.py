@@ -2,7 +2,8 @@
 
 An edit is any function ``f(value)`` or ``f(value, site)`` that returns the new value, or ``None`` to leave the
 value as it is. Those here never write to the value itself. On a nested value, ``zero``, ``scale``, ``clamp``,
-``noise`` and ``mean`` change every floating-point tensor; the others need to be told which one with ``at``.
+``noise`` and ``mean`` change every floating-point tensor; the others need to be told which one with ``at``. Where there
+is none, as before an embedding, ``zero`` and ``clamp`` change the integers; the others refuse.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ def add(vector: Tensor | float) -> Edit:
 
 def scale(factor: float) -> Edit:
     """Multiply by a number."""
-    return _named(_change_all(lambda t: t * factor), "scale", factor)
+    return _named(_change_all(lambda t: t * factor, "scale"), "scale", factor)
 
 
 def zero() -> Edit:
     """Put zeros in the place of the value: ablate the site."""
-    return _named(_change_all(torch.zeros_like), "zero")
+    return _named(_change_all(torch.zeros_like, "zero", integers=True), "zero")
 
 
 def mean(dim: int | Sequence[int] = 0) -> Edit:
     """Put its mean over ``dim`` (the batch, unless said otherwise) in the place of the value."""
     over = dim if isinstance(dim, int) else tuple(dim)
-    return _named(_change_all(lambda t: t.mean(dim=over, keepdim=True).expand_as(t).clone()), "mean", dim)
+    return _named(_change_all(lambda t: t.mean(dim=over, keepdim=True).expand_as(t).clone(), "mean"), "mean", dim)
 
 
 def clamp(low: float | None = None, high: float | None = None) -> Edit:
     """Limit every element to ``[low, high]``."""
     if low is None and high is None:
         raise ValueError("edits.clamp needs a low limit, a high limit or both.")
-    return _named(_change_all(lambda t: t.clamp(low, high)), "clamp", low, high)
+    return _named(_change_all(lambda t: t.clamp(low, high), "clamp", integers=True), "clamp", low, high)
 
 
 def noise(std: float, seed: int = 0) -> Edit:
@@ -90,7 +91,7 @@ def noise(std: float, seed: int = 0) -> Edit:
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
             return tensor + (std * drawn).to(tensor.dtype)
 
-        return _change_all(perturb)(value, site)
+        return _change_all(perturb, "noise")(value, site)
 
     return _named(edit, "noise", std)
 
@@ -156,6 +157,8 @@ def at(leaf: str, edit: Callable[..., Any]) -> Edit:
 
 # -- for the session ----------------------------------------------------------------------------
 
+_MAKERS = (replace, add, scale, zero, mean, clamp, noise, patch, at)
+
 
 def adapt(edit: Any) -> Edit:
     """An edit that takes value and site, whatever the function it is made of takes; a sequence runs in order."""
@@ -169,6 +172,8 @@ def adapt(edit: Any) -> Edit:
             return value
 
         return all_steps
+    if any(edit is maker for maker in _MAKERS):
+        raise EditError(f"edits.{edit.__name__} makes an edit when it is called: write edits.{edit.__name__}(…).")
     if not callable(edit):
         raise EditError(
             f"{edit!r} is not an edit. Use one of torchhook.edits (edits.replace(value) puts a value in), "
@@ -225,11 +230,27 @@ def _mismatch(site: Site, what: str, expected: object, found: object) -> EditErr
 # -- how the catalogue changes values -------------------------------------------------------------
 
 
-def _change_all(change: Callable[[Tensor], Tensor]) -> Edit:
+def _change_all(change: Callable[[Tensor], Tensor], name: str, integers: bool = False) -> Edit:
+    """Change every floating-point tensor: indices and sizes beside them stay valid. Only a value without any is
+    changed in its ``integers``, if the edit makes sense of those; one that would stay as it is, is refused.
+    """
+
     def edit(value: Any, site: Site) -> Any:
-        return tree.map_tensors(lambda t: change(t) if t.is_floating_point() or t.is_complex() else t, value)
+        found = list(tree.tensors(value))
+        floats = any(_is_float(t) for t in found)
+        if not floats and not (integers and found):
+            kinds = "floating-point tensors" if not integers else "tensors"
+            raise EditError(
+                f"{str(site) or '(model)'}: edits.{name} changes {kinds}, and this value has none: {_kind(value)}"
+                f"{''.join(f', {t.dtype}' for t in found[:4])}."
+            )
+        return tree.map_tensors(lambda t: change(t) if not floats or _is_float(t) else t, value)
 
     return edit
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str) -> Any:
@@ -270,8 +291,8 @@ def _fit(recorded: Any, value: Any, site: Site) -> Any:
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):
         raise _mismatch(site, "structure", _kind(value), _kind(recorded))
-    fitted = {id(old): new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True)}
-    return tree.map_tensors(lambda tensor: fitted[id(tensor)], value)
+    fitted = (new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True))
+    return tree.with_tensors(value, fitted)
 
 
 def _only_tensor(recorded: Any, site: Site, name: str) -> Tensor:

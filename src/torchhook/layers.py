@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchhook import tree
+from torchhook import running, tree
 from torchhook.errors import SelectorError, suggestion
 from torchhook.keep import Keep
 from torchhook.select import Index, Target, is_callable
@@ -88,8 +88,8 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
 
-    ``inputs`` is a tensor, a tuple of arguments, or a dict of keyword arguments; the model runs once in eval mode
-    without gradients, and is left as it was.
+    ``inputs`` is a tensor, a tuple of arguments, or a mapping of keyword arguments; the model runs once in eval mode
+    without gradients, and its modes and buffers, the inputs and the random numbers are left as they were.
     """
     if depth is not None and depth < 0:
         raise ValueError(f"depth={depth}: give the number of levels below the model, or None for all of them.")
@@ -159,17 +159,18 @@ def numel(parameter: Tensor) -> int:
 
 
 def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[int, str]:
-    args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    kwargs = inputs if isinstance(inputs, dict) else {}
+    given = running.arguments(inputs)
     session = Session(model, index=index, warn=False)
     targets = {i: Target(Site(index.names(m)[0]), m) for i, m in index.distinct.items() if is_callable(m)}
     session.record(targets.values(), Keep(transform=tree.describe), max_records=1)
     modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad(), session as recording:
-            model(*args, **kwargs)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with running.undisturbed(model), torch.no_grad():
+        try:
+            for module, _ in modes:
+                module.training = False  # not eval(): a model's own may do more than that, merge weights for one
+            with session as recording:
+                running.call(model, given)
+        finally:
+            for module, mode in modes:
+                module.training = mode
     return {i: recording.all(t.site)[-1] for i, t in targets.items() if t.site in recording}

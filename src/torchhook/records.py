@@ -166,11 +166,11 @@ class Recording:
         if len({len(column) for column in columns}) > 1:
             raise ValueError(f"{key!s}: the calls have different numbers of tensors; use rec.all({str(key)!r}).")
         try:
-            joined = {id(parts[0]): torch.cat(parts) for parts in zip(*columns, strict=True)}
+            joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
         except RuntimeError as error:
             shapes = ", ".join(tree.describe(value) for value in values[:4])
             raise ValueError(f"{key!s}: cannot concatenate {shapes} on dim 0; use rec.all({str(key)!r}).") from error
-        return tree.map_tensors(lambda tensor: joined[id(tensor)], values[0])
+        return tree.with_tensors(values[0], joined)
 
     def records(self, key: str | Site | None = None) -> list[Record]:
         """The records of one site, or of all of them in the order in which they were kept."""

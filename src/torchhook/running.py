@@ -75,5 +75,7 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _copy(buffer: Tensor) -> Tensor | None:
+    if isinstance(buffer, nn.parameter.UninitializedBuffer):
+        return None
     plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.device.type != "meta"
     return buffer.detach().clone() if plain else None

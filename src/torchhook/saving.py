@@ -15,6 +15,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,9 +92,11 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
 # -- values -----------------------------------------------------------------------------------
 
 
-def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, tensors: dict[str, Tensor], inside: tree.Loops | None = None) -> Any:
     def several(items: Any) -> list[Any]:
-        return [_encode(item, tensors) for item in items]
+        return [_encode(item, tensors, below) for item in items]
+
+    below = inside
 
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors)
@@ -118,13 +121,19 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"inputs": several(value)}
     if isinstance(value, Opaque):
         return {"opaque": list(value)}
-    if type(value) in (tuple, list):
-        return {type(value).__name__: several(value)}
-    node = tree.unpack(value)
+    node = tree.unpack(value, inside)
     if node is None:
         return {"opaque": [_type_name(value), repr(value)[:200]]}
+    if inside is None:
+        below = node.inside
+    if type(value) in (tuple, list):
+        return {type(value).__name__: several(value)}
     if type(value) is dict:
-        return {"dict": [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]}
+        return {"dict": [several(pair) for pair in value.items()]}
+    if isinstance(value, (dict, MappingProxyType)) and any(type(key) is not str for key in value):
+        pairs = [several(pair) for pair in value.items()]
+        extra = slice(len(pairs), None)  # the attributes that hold tensors come after the items
+        return {"mapping": [type(value).__name__, pairs, node.keys[extra], several(node.children[extra])]}
     return {"fields": [type(value).__name__, node.keys, several(node.children)]}
 
 
@@ -150,6 +159,7 @@ def _decode(code: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         "list": lambda: several(body),
         "dict": lambda: {_decode(k, tensors): _decode(v, tensors) for k, v in body},
         "fields": lambda: _fields(body[0], body[1], several(body[2])),
+        "mapping": lambda: _mapping(body[0], [several(pair) for pair in body[1]], body[2], several(body[3])),
     }
     if tag in decoders:
         return decoders[tag]()
@@ -159,6 +169,14 @@ def _decode(code: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 def _fields(name: str, keys: list[str], values: list[Any]) -> Loaded:
     kind: type[Loaded] = type(name, (Loaded,), {})
     return kind(zip(keys, values, strict=True))
+
+
+def _mapping(name: str, pairs: list[Any], attributes: list[str], values: list[Any]) -> dict[Any, Any]:
+    """A dict of another type whose keys are not all strings: it is read by its keys alone."""
+    kind: type[dict[Any, Any]] = type(name, (dict,), {})
+    result = kind(pairs)
+    vars(result).update(zip(attributes, values, strict=True))
+    return result
 
 
 def _type_name(value: Any) -> str:

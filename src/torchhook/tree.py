@@ -10,12 +10,13 @@ This is the only file that knows torch's pytree registry.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,19 +32,25 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Loops = frozenset[int]
+"""The ids of the parts of a plain object that hold themselves. They are leaves: there is no tree to rebuild."""
+
+
 class Node(NamedTuple):
     keys: list[str]
     children: list[Any]
     rebuild: Callable[[list[Any]], Any]
-    inside: bool = False
-    """Whether the children are parts of a plain object that was looked through."""
+    inside: Loops | None = None
+    """If the children are parts of a plain object that was looked through: the loops that were found in it."""
 
 
-def unpack(value: Any, inside: bool = False) -> Node | None:
+def unpack(value: Any, inside: Loops | None = None) -> Node | None:
     """Open a nested value one level, or return ``None`` for a leaf.
 
-    ``inside`` says that it is a part of a plain object that was found to be a tree, so that it need not be searched.
+    ``inside`` says that it is a part of a plain object that was looked through, so that it need not be searched.
     """
+    if inside and id(value) in inside:
+        return None
     kind = type(value)
     if kind in _LEAF_TYPES or isinstance(value, Tensor):
         return None
@@ -73,12 +80,19 @@ def unpack(value: Any, inside: bool = False) -> Node | None:
         return _unpack_container(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        return Node(names, [getattr(value, n) for n in names], lambda new: _with_attributes(value, names, new))
-    if not isinstance(value, _NOT_DATA) and (inside or (_is_data(value) and not _holds_itself(value))):
+        parts = {**{n: getattr(value, n) for n in names}, **_extra(value, names)}
+        return Node(list(parts), list(parts.values()), lambda new: _with_attributes(value, parts, new))
+    if not isinstance(value, _NOT_DATA) and (inside is not None or _is_data(value)):
+        loops = _loops(value) if inside is None else inside
         state = _attributes(value)
-        if state:
-            return Node(list(state), list(state.values()), lambda new: _with_attributes(value, state, new), True)
+        if state and id(value) not in loops:
+            return Node(list(state), list(state.values()), lambda new: _with_attributes(value, state, new), loops)
     return None
+
+
+def register(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], rebuild: Callable[[Any, Any], Any]) -> None:
+    """Let torch open a class of this library as it opens tuples; ``torch.export`` returns no others."""
+    _pytree.register_pytree_node(kind, flatten, rebuild, serialized_type_name=f"torchhook.{kind.__name__}")
 
 
 _LEAF_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -118,10 +132,12 @@ def _unpack_container(value: Any) -> Node:
     keyed = isinstance(value, dict)
     keys = [str(k) for k in value] if keyed else _indices(value)
     items = list(value.values()) if keyed else list(value)
-    extra = {n: v for n, v in _attributes(value).items() if n not in keys and _holds_tensors(v)}
+    extra = _extra(value, keys)
 
     def rebuild(new: list[Any]) -> Any:
         result = _copied(value)
+        if result is value:
+            return value
         if keyed:
             for key, child in zip(value, new, strict=False):
                 dict.__setitem__(result, key, child)
@@ -135,6 +151,11 @@ def _unpack_container(value: Any) -> Node:
         return _set_attributes(result, extra, new[len(items) :])
 
     return Node([*keys, *extra], [*items, *extra.values()], rebuild)
+
+
+def _extra(value: Any, names: list[str]) -> dict[str, Any]:
+    """The attributes beside ``names`` that hold tensors, as far as they are trees."""
+    return {n: v for n, v in _attributes(value).items() if n not in names and _holds_tensors(v) and not _loops(v)}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -153,7 +174,11 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _with_attributes(value: Any, names: Any, new: list[Any]) -> Any:
-    return _set_attributes(_copied(value), names, new)
+    result = _copied(value)
+    if result is not value:
+        with contextlib.suppress(AttributeError):  # one that cannot be set: then there is no other like it
+            return _set_attributes(result, names, new)
+    return value
 
 
 def _set_attributes(value: Any, names: Any, new: list[Any]) -> Any:
@@ -163,14 +188,19 @@ def _set_attributes(value: Any, names: Any, new: list[Any]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    try:
-        return copy.copy(value)
-    except Exception:  # an object that refuses to be copied: make one like it
-        kind: Any = type(value)
-        result = kind.__new__(kind)
-        for name, part in _attributes(value).items():
-            object.__setattr__(result, name, part)
-        return result
+    """Another object like ``value``, or ``value`` itself if there is no way to make one."""
+    kind: Any = type(value)
+    state = _attributes(value)
+    with contextlib.suppress(Exception):  # a user's class may do anything
+        result = copy.copy(value)
+        if result is not value:
+            return result
+    for make in (kind.__new__, object.__new__):  # it refuses to be copied, or is one of a kind
+        with contextlib.suppress(Exception):
+            result = make(kind)
+            if result is not value and type(result) is kind:
+                return _set_attributes(result, state, list(state.values()))
+    return value
 
 
 def _inside(value: Any) -> list[Any]:
@@ -220,26 +250,30 @@ def _is_data(value: Any) -> bool:
     return pure and len(seen) > 1
 
 
-def _holds_itself(value: Any) -> bool:
-    """Whether an object is part of itself: then there is no tree to rebuild, and it is a leaf.
+def _loops(value: Any) -> Loops:
+    """What of an object holds itself, or is nested too deeply to be gone through; at least one part of every loop.
 
-    So is one that is nested too deeply to be gone through.
+    If the object is part of itself, it is among them.
     """
-    path: set[int] = set()
+    path: dict[int, int] = {}
     done: set[int] = set()
+    found: set[int] = set()
 
-    def visit(part: Any) -> bool:
-        if id(part) in path:
-            return True
-        if id(part) in done:
-            return False
-        path.add(id(part))
-        found = len(path) > 100 or any(visit(child) for child in _inside(part))
-        path.discard(id(part))
-        done.add(id(part))
-        return found
+    def visit(part: Any) -> None:
+        key = id(part)
+        if key in path:
+            found.update(list(path)[path[key] :])
+        elif len(path) > 100:
+            found.add(key)
+        elif key not in done:
+            path[key] = len(path)
+            for child in _inside(part):
+                visit(child)
+            del path[key]
+            done.add(key)
 
-    return visit(value)
+    visit(value)
+    return frozenset(found)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -253,7 +287,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return _map(function, value, {})
 
 
-def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]], inside: bool = False) -> Any:
+def _map(
+    function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[Any, Any]], inside: Loops | None = None
+) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if id(value) in done:  # an object that several others hold
@@ -261,35 +297,60 @@ def _map(function: Callable[[Tensor], Any], value: Any, done: dict[int, tuple[An
     node = unpack(value, inside)
     if node is None:
         return value.copy() if isinstance(value, np.ndarray) else value
-    result = node.rebuild([_map(function, child, done, inside or node.inside) for child in node.children])
+    below = node.inside if inside is None else inside
+    result = node.rebuild([_map(function, child, done, below) for child in node.children])
     done[id(value)] = value, result  # the value is held: the id of one that was made on the way would be used again
     return result
 
 
-def leaves(value: Any, address: str = "", inside: bool = False) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, address: str = "", inside: Loops | None = None) -> Iterator[tuple[str, Any]]:
     """Every leaf with its dotted address; the address of a bare leaf is ``""``."""
     node = unpack(value, inside)
     if node is None:
         yield address, value
         return
+    below = node.inside if inside is None else inside
     for key, child in zip(node.keys, node.children, strict=True):
-        yield from leaves(child, f"{address}.{key}" if address else key, inside or node.inside)
+        yield from leaves(child, f"{address}.{key}" if address else key, below)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor inside ``value``, in order; what several plain objects share comes once."""
-    return _tensors(value, set(), False)
+    return _tensors(value, set(), None)
 
 
-def _tensors(value: Any, seen: set[int], inside: bool) -> Iterator[Tensor]:
+def _tensors(value: Any, seen: set[int], inside: Loops | None) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    node = None if inside and id(value) in seen else unpack(value, inside)
+    node = None if inside is not None and id(value) in seen else unpack(value, inside)
     if node is not None:
         seen.add(id(value))
+        below = node.inside if inside is None else inside
         for child in node.children:
-            yield from _tensors(child, seen, inside or node.inside)
+            yield from _tensors(child, seen, below)
+
+
+def with_tensors(value: Any, new: Iterable[Any]) -> Any:
+    """Rebuild ``value`` with ``new`` in the place of its tensors, in the order of ``tensors``.
+
+    By place and not by identity: a value may hold one tensor several times, and get another for each.
+    """
+    return _filled(value, iter(new), {}, None)
+
+
+def _filled(value: Any, new: Iterator[Any], done: dict[int, tuple[Any, Any]], inside: Loops | None) -> Any:
+    if isinstance(value, Tensor):
+        return next(new)
+    if inside is not None and id(value) in done:
+        return done[id(value)][1]
+    node = unpack(value, inside)
+    if node is None:
+        return value
+    below = node.inside if inside is None else inside
+    result = node.rebuild([_filled(child, new, done, below) for child in node.children])
+    done[id(value)] = value, result
+    return result
 
 
 def get(value: Any, address: str) -> Any:
@@ -302,7 +363,7 @@ def put(value: Any, address: str, change: Callable[[Any], Any]) -> Any:
     return _walk(value, address, change)
 
 
-def _walk(value: Any, address: str, change: Callable[[Any], Any] | None, inside: bool = False) -> Any:
+def _walk(value: Any, address: str, change: Callable[[Any], Any] | None, inside: Loops | None = None) -> Any:
     if not address:
         return value if change is None else change(value)
     node = unpack(value, inside)
@@ -312,11 +373,11 @@ def _walk(value: Any, address: str, change: Callable[[Any], Any] | None, inside:
         if address == key or address.startswith(key + "."):
             assert node is not None
             index, rest = keys.index(key), address[len(key) + 1 :]
-            below = _walk(node.children[index], rest, change, inside or node.inside)
+            found = _walk(node.children[index], rest, change, node.inside if inside is None else inside)
             if change is None:
-                return below
+                return found
             children = list(node.children)
-            children[index] = below
+            children[index] = found
             return node.rebuild(children)
     there = ", ".join(repr(a) for a, _ in leaves(value) if a) or f"a bare {type(value).__name__}"
     raise KeyError(f"no leaf {address!r} here; there are: {there}")
@@ -324,17 +385,23 @@ def _walk(value: Any, address: str, change: Callable[[Any], Any] | None, inside:
 
 def same_structure(one: Any, other: Any) -> bool:
     """Whether two values are nested in the same way: the same kinds of nodes, the same keys."""
-    first, second = unpack(one), unpack(other)
+    return _same(one, None, other, None)
+
+
+def _same(one: Any, inside_one: Loops | None, other: Any, inside_other: Loops | None) -> bool:
+    first, second = unpack(one, inside_one), unpack(other, inside_other)
     if first is None or second is None:
         return first is second
+    below = first.inside if inside_one is None else inside_one
+    beside = second.inside if inside_other is None else inside_other
     return (
         type(one) is type(other)
         and first.keys == second.keys
-        and all(same_structure(a, b) for a, b in zip(first.children, second.children, strict=True))
+        and all(_same(a, below, b, beside) for a, b in zip(first.children, second.children, strict=True))
     )
 
 
-def describe(value: Any) -> str:
+def describe(value: Any, inside: Loops | None = None) -> str:
     """The shape of a value in a few characters.
 
     >>> describe((torch.zeros(2, 3), None))
@@ -342,18 +409,19 @@ def describe(value: Any) -> str:
     """
     if isinstance(value, Tensor):
         return _shape(value)
-    node = unpack(value)
+    node = unpack(value, inside)
     if node is None:
         if value is None or isinstance(value, (bool, int, float, str)):
             text = repr(value)
             return text if len(text) <= 24 else text[:21] + "..."
         return type(value).__name__
+    below = node.inside if inside is None else inside
     if type(value) in (tuple, list):
-        inner = ", ".join(describe(c) for c in node.children[:4])
+        inner = ", ".join(describe(c, below) for c in node.children[:4])
         more = f", … {len(node.children)} in all" if len(node.children) > 4 else ""
         left, right = ("(", ")") if type(value) is tuple else ("[", "]")
         return f"{left}{inner}{more}{right}"
-    parts = [f"{k}={describe(c)}" for k, c in zip(node.keys, node.children, strict=True) if c is not None]
+    parts = [f"{k}={describe(c, below)}" for k, c in zip(node.keys, node.children, strict=True) if c is not None]
     name = "" if type(value) is dict else type(value).__name__
     more = ", …" if len(parts) > 4 else ""
     return f"{name}{{{', '.join(parts[:4])}{more}}}"
