@@ -176,7 +176,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     if not _is_glob(site.path) or site.path in index.modules or site.path in index.tensors:
         yield from _by_site(index, site)
         return
-    matches = _glob(site.path).fullmatch
+    matches = glob_pattern(site.path).fullmatch
     # The model itself is no component of a path: a glob never means it.
     paths = [path for path in index.modules if path and matches(path + ".")]
     # "**.weight" means parameters too; "layer1.*" means modules, unless there are none.
@@ -219,7 +219,7 @@ def _name_hint(index: Index, path: str) -> str:
 
 
 def _glob_hint(index: Index, pattern: str) -> str:
-    deeper = [p for p in index.modules if p and _glob(f"**.{pattern}").fullmatch(p + ".")]
+    deeper = [p for p in index.modules if p and glob_pattern(f"**.{pattern}").fullmatch(p + ".")]
     if deeper:
         return (
             f"'*' stands for one level; '**.{pattern}' would choose {len(deeper)}: {', '.join(map(repr, deeper[:3]))}."
@@ -239,7 +239,7 @@ def _is_glob(path: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _glob(pattern: str) -> re.Pattern[str]:
+def glob_pattern(pattern: str) -> re.Pattern[str]:
     """A glob as a regular expression over a path with a dot after every component.
 
     ``**`` stands for any number of components, none included; ``*``, ``?`` and ``[…]`` stay inside one.

@@ -80,6 +80,57 @@ def test_diff_of_recordings_needs_no_model(torchhook: Command, tmp_path: Path) -
     assert torchhook("diff", a, SMALL).code == 2
 
 
+def test_diff_of_recordings_looks_at_the_layers_that_were_asked_for(torchhook: Command, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    for name, path in ((SMALL, a), ("tests.cli.nets:other", b)):
+        torchhook("run", name, "--shape", SHAPE, "-o", path, "-l", "*", "-l", "4:input")
+    # They differ in the bias of the last layer alone.
+    assert torchhook("diff", a, b, "-l", "0").code == 0
+    assert torchhook("diff", a, b, "-l", "0", "-l", "4").code == 1
+    assert torchhook("diff", a, b, "-l", "4:input").code == 0
+    found = json.loads(torchhook("diff", a, b, "-l", "[01]", "--json").out)
+    assert [row["site"] for row in found["rows"]] == ["0", "1"]
+    assert "-l 7 matches nothing" in torchhook("diff", a, b, "-l", "7").err
+    done = torchhook("diff", a, b, "--shape", SHAPE, "--weights-b", a, "--device", "meta")
+    assert done.code == 2
+    assert "leave out --shape, --weights-b" in done.err
+
+
+def test_random_weights_are_the_same_each_time_and_said(torchhook: Command) -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
+    name = "torchvision:shufflenet_v2_x0_5"
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    done = torchhook("diff", name, name, "--shape", "1x3x32x32", "-l", "fc")
+    assert done.code == 0
+    assert f"{name} has random weights; add --weights or --pretrained." in done.err
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torchhook("layers", name, "--depth", 1).err == ""
+    assert torchhook("run", SMALL, "--shape", SHAPE, "-l", "0").err == ""
+
+
+def test_a_method_that_is_not_known_is_refused_before_anything_runs(torchhook: Command, tmp_path: Path) -> None:
+    done = torchhook("report", "no.such:model", "--shape", SHAPE, "--cam", "foo", "-o", tmp_path / "page.html")
+    assert done.code == 2
+    assert done.err.startswith("torchhook: --cam foo: use gradcam, gradcam++,")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_advice_names_options_of_the_command_line(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    out = tmp_path / "features"
+    line = ["extract", SMALL, "--data", rows, "-o", out, "--workers", 0, "--no-progress", "-l"]
+    assert torchhook(*line, "1").code == 0
+    done = torchhook(*line, "0")
+    assert done.code == 2
+    assert "add --no-resume to begin again" in done.err
+    assert "resume=False" not in done.err
+    shard = next((out / "shards").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-9])
+    done = torchhook("features", "verify", out)
+    assert "(--discard does)" in done.out
+    assert "deleted 1 broken shard." in torchhook("features", "verify", out, "--discard").err
+
+
 def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path, photos: Path) -> None:
     out = tmp_path / "features"
     line = ["extract", SMALL, "--data", photos, "-l", "1", "--pool", "mean", "-o", out, "--size", 32, "--workers", 0]

@@ -76,3 +76,26 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str) -
 def test_means_must_be_numbers(tmp_path: Path) -> None:
     with pytest.raises(Trouble, match="--mean a,b"):
         inputs.preparation(Options(mean="a,b"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"std": "0"}, "--std 0: give positive numbers"),
+        ({"std": "0.2,0.2,-1"}, "--std 0.2,0.2,-1: give positive numbers"),
+        ({"mean": "nan"}, "--mean nan: give one number"),
+        ({"std": "inf"}, "--std inf: give one number"),
+        ({"mean": "0.5,0.5"}, "--mean 0.5,0.5: give one number, or three"),
+    ],
+)
+def test_images_cannot_be_normalised_by_anything(options: dict[str, str], message: str) -> None:
+    with pytest.raises(Trouble, match=message):
+        inputs.preparation(Options(**options))  # type: ignore[arg-type]
+
+
+def test_a_broken_image_is_named_as_it_was_given(tmp_path: Path) -> None:
+    pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    (tmp_path / "bad.jpg").write_bytes(b"nonsense")
+    with pytest.raises(Trouble) as raised:
+        load(file=tmp_path / "bad.jpg")
+    assert str(raised.value) == f"{tmp_path}/bad.jpg cannot be read as an image: cannot identify image file 'bad.jpg'"

@@ -166,3 +166,25 @@ def test_class_names_come_from_lines_or_a_list(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("cat\ndog\n")
     (tmp_path / "a.json").write_text(json.dumps(["cat", "dog"]))
     assert models.read_classes(tmp_path / "a.txt") == models.read_classes(tmp_path / "a.json") == ["cat", "dog"]
+
+
+def test_class_names_by_number_are_put_in_order(tmp_path: Path) -> None:
+    names = {str(i): f"n{i}" for i in (10, 2, 0, 1, *range(3, 10))}
+    (tmp_path / "a.json").write_text(json.dumps(names))
+    assert models.read_classes(tmp_path / "a.json") == [f"n{i}" for i in range(11)]
+
+
+@pytest.mark.parametrize("text", ['{"0": "cat", "2": "dog"}', '{"cat": 0}', '"cat"', "[1, 2", "{}x"])
+def test_class_names_that_cannot_be_read_are_refused_with_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "names.json").write_text(text)
+    with pytest.raises(Trouble, match=r"names\.json"):
+        models.read_classes(tmp_path / "names.json")
+
+
+def test_a_folder_with_weights_is_not_random(tmp_path: Path) -> None:
+    assert models.is_random(f"transformers:{tmp_path}", None, False)
+    (tmp_path / "model.safetensors").touch()
+    assert not models.is_random(f"transformers:{tmp_path}", None, False)
+    assert not models.is_random("torchvision:resnet18", None, True)
+    assert not models.is_random("timm:resnet18", tmp_path, False)
+    assert not models.is_random("tests.cli.nets:small", None, False)

@@ -90,3 +90,10 @@ def test_wrong_options_are_refused(weights: torch.Tensor) -> None:
         attention(weights, tokens=["a"], query=1)
     with pytest.raises(ValueError, match="found shape"):
         attention(torch.rand(5))
+
+
+@pytest.mark.parametrize("heads", [np.int64(1), torch.tensor(1), -3, [np.int64(1)], np.array([1])])
+def test_a_head_is_any_whole_number(weights: torch.Tensor, heads: Any) -> None:
+    figure = attention(weights, heads=heads)
+    np.testing.assert_array_equal(arrays(figure)[0], weights[0, 1].numpy())
+    assert figure.axes[0].get_title() == "head 1"

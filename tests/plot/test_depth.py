@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import torchhook as th
-from torchhook.plot import gradient_flow, statistics
+from torchhook.plot import gradient_flow, statistics, style
 
 pytest.importorskip("matplotlib")
 
@@ -64,3 +67,40 @@ def test_gradients_that_are_all_zero_can_be_drawn() -> None:
 def test_parameters_without_gradient_are_left_out() -> None:
     (ax,) = gradient_flow({"a": torch.ones(3), "b": None}).axes
     assert labels(ax) == ["a"]
+
+
+def test_huge_values_have_statistics() -> None:
+    values = {"a": torch.tensor([-3e38, 3e38]), "b": torch.full((64,), 1e20), "c": torch.tensor([0.0, 2.0])}
+    upper = statistics(values).axes[0]
+    np.testing.assert_allclose(upper.lines[-1].get_ydata(), [0, 1e20, 1], rtol=1e-6)
+    # The standard deviation of -3e38 and 3e38 is 3e38.
+    band = upper.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx(3e38, rel=1e-6)
+
+
+def test_an_exploding_gradient_has_its_bar() -> None:
+    figure = gradient_flow({"w": torch.full((64, 64), 1e36), "v": torch.ones(4)})
+    figure.canvas.draw()
+    ax = figure.axes[0]
+    tops = [bar.get_height() + bar.get_y() for bar in ax.patches]
+    np.testing.assert_allclose(tops, [1e36, 1, 1e36, 1], rtol=1e-6)
+    assert ax.get_ylim()[1] == pytest.approx(2e36, rel=1e-6)
+
+
+@pytest.mark.parametrize("draw", [statistics, gradient_flow])
+@pytest.mark.parametrize("title", [None, "The activations of a model with quite a long name, on a cat"])
+def test_the_legend_leaves_the_title_alone(draw: Any, title: str | None) -> None:
+    values = {"a": torch.randn(50), "b": torch.tensor([1.0, float("nan")]), "c": torch.randn(50)}
+    figure = draw(values, title=title)
+    figure.canvas.draw()
+    ax = figure.axes[0]
+    head, legend = ax._left_title.get_window_extent(), ax.get_legend().get_window_extent()
+    assert not head.overlaps(legend)
+
+
+def test_small_ticks_look_like_the_others() -> None:
+    figure = gradient_flow({"a": torch.tensor([0.2, 0.5]), "b": torch.tensor([0.3, 0.9])})
+    figure.canvas.draw()
+    axis = figure.axes[0].yaxis
+    sizes = {tick.label1.get_fontsize() for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())}
+    assert sizes == {style.SMALL}

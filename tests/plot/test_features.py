@@ -108,3 +108,23 @@ def test_wrong_options_are_refused() -> None:
         feature_maps(x, channels=0)
     with pytest.raises(IndexError, match=r"channels \[7\]"):
         feature_maps(x, channels=[7])
+
+
+def test_a_wide_convolution_is_read_as_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1))
+    with th.capture(model, "0") as recording:
+        model(torch.randn(1, 3, 128, 256))
+    (mean,) = pictures(feature_maps(recording, "0", reduce="mean"))
+    np.testing.assert_allclose(mean.get_array(), recording["0"][0].mean(0).numpy(), atol=1e-6)
+    figure = feature_maps(recording, "0", channels=np.int64(4))
+    assert figure.get_suptitle() == "0 · 4 of 64 channels"
+    np.testing.assert_array_equal(pictures(figure)[0].get_array(), recording["0"][0, 0].numpy())
+
+
+def test_the_title_says_that_channels_last_was_assumed() -> None:
+    swin = torch.randn(1, 7, 7, 96)
+    assert feature_maps({"a": swin}).get_suptitle() == "a · 24 of 96 channels · channels last"
+    assert "channels last" not in feature_maps({"a": swin}, layout="channels_last").get_suptitle()
+    titles = [ax.get_title() for ax in feature_maps({"a": swin, "b": torch.randn(1, 3, 8, 8)}).axes]
+    assert titles == ["a · channels last", "b"]

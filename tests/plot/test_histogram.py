@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchhook.plot import histogram
+from torchhook.plot import histogram, style
 
 pytest.importorskip("matplotlib")
 
@@ -63,3 +63,26 @@ def test_a_layer_with_nan_says_so() -> None:
 def test_bins_are_positive() -> None:
     with pytest.raises(ValueError, match="bins=0"):
         histogram(torch.randn(5), bins=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ([1e8, 1e8 + 8, 1e8 + 8, 1e8 + 16], [1, 2, 1]),
+        ([1e20] * 5, [5]),
+        ([-3e38, 0.0, 3e38, 3e38], [1, 1, 2]),
+        ([-1e36, 1e36], [1, 1]),
+    ],
+)
+def test_huge_values_are_counted(values: list[float], counts: list[int]) -> None:
+    figure = histogram(torch.tensor(values), clip=0)
+    heights, edges, _ = figure.axes[0].patches[0].get_data()
+    assert [h for h in heights.tolist() if h] == counts
+    assert (np.diff(edges) > 0).all()
+    assert f"mean {style.number(float(np.mean(np.float32(values), dtype=np.float64)))}" in text(figure)
+    histogram({"a": torch.tensor(values), "b": torch.tensor(values)}).canvas.draw()
+
+
+def test_doubles_that_hardly_differ_have_bins_too() -> None:
+    figure = histogram(torch.tensor([1e16, 1e16 + 2], dtype=torch.float64))
+    assert figure.axes[0].patches[0].get_data()[0].sum() == 2

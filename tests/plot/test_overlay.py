@@ -98,3 +98,15 @@ def test_wrong_shapes_are_refused(photo: torch.Tensor) -> None:
         overlay(photo, torch.rand(4))
     with pytest.raises(ValueError, match="alpha=2"):
         overlay(photo, torch.rand(4, 4), alpha=2)
+
+
+@pytest.mark.parametrize("top", [2.0, 8.0, 50.0, 4095.0])
+def test_a_positive_image_of_an_unusual_scale_is_stretched(top: float) -> None:
+    ramp = torch.linspace(0, top, 64).reshape(1, 8, 8)
+    (shown,) = images(ramp)
+    np.testing.assert_allclose(shown[..., 0], np.linspace(0, 1, 64).reshape(8, 8), atol=0.01)
+
+
+def test_dark_bytes_stay_dark() -> None:
+    (shown,) = images(torch.full((3, 8, 8), 100.0))
+    np.testing.assert_allclose(shown, 100 / 255)

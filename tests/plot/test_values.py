@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torchhook as th
 from torchhook.errors import MissingRecordError
-from torchhook.plot.values import Value, first, flaws, limits, maps, one, token_grid, values
+from torchhook.plot.values import Value, chosen, first, flaws, limits, maps, number, one, token_grid, values
 
 
 def recorded(tensor: Tensor) -> Value:
@@ -167,3 +167,33 @@ def test_only_grids_of_seven_by_seven_and_more_are_taken_for_images() -> None:
         None,
         None,
     ]
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 128), (64, 32, 64), (32, 32, 96), (3, 8, 64), (12, 12, 12)])
+def test_what_a_convolution_may_give_is_channels_first(shape: tuple[int, ...]) -> None:
+    x = numbered(1, *shape)
+    found = maps(recorded(x))
+    np.testing.assert_array_equal(found.array, x[0].numpy())
+    assert found.assumed == ""
+
+
+def test_channels_last_is_said_where_it_is_assumed_only() -> None:
+    x = numbered(1, 7, 7, 96)
+    assert maps(recorded(x)).assumed == "channels last"
+    assert maps(recorded(x), layout="channels_last").assumed == ""
+    np.testing.assert_array_equal(maps(recorded(x), layout="channels_first").array, x[0].numpy())
+    video = numbered(1, 4, 7, 7, 96)
+    np.testing.assert_array_equal(maps(recorded(video)).array, video[0, 2].permute(2, 0, 1).numpy())
+
+
+def test_limits_have_room_around_a_large_constant() -> None:
+    assert limits(np.full(3, 1e20, np.float32)) == pytest.approx((0.999e20, 1.001e20))
+    low, high = limits(np.array([-3e38, 3e38], np.float32), clip=0)
+    assert (low, high) == pytest.approx((-3e38, 3e38))
+
+
+def test_whole_numbers_are_those_of_numpy_and_torch_too() -> None:
+    assert [number(n) for n in (2, np.int64(2), torch.tensor(2), 2.0, "2", [2])] == [2, 2, 2, None, None, None]
+    assert chosen([np.int64(0), -1], 3, "heads") == [0, 2]
+    with pytest.raises(IndexError, match=r"heads \[0.5\] are out of range"):
+        chosen([0.5], 3, "heads")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.report.nets import Broken, Photo, Text
 from torchhook.report import collect
 from torchhook.report.facts import Layer, Page
+from torchhook.report.inputs import _pixels
 
 X = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([[3, 7, 7, 1, 9]])
@@ -139,6 +140,55 @@ def test_an_image_comes_with_a_class_activation_map() -> None:
     assert page.picture.overlay.startswith("data:image/")
     assert "class 1" in page.picture.caption
     assert page.score == "class 1, summed over the batch"
+
+
+def test_the_map_of_a_function_is_that_of_the_function() -> None:
+    model = Photo().eval()
+    other = int(model(X[:1]).argmin())
+
+    def least(output: Tensor) -> Tensor:
+        return output[0, other]
+
+    asked, known = collect(model, X[:1], target=least).picture, collect(model, X[:1], target=other).picture
+    assert asked is not None
+    assert known is not None
+    assert asked.overlay == known.overlay != ""
+    assert asked.caption.startswith("gradcam of least(output) at ")
+    predicted = collect(model, X[:1]).picture
+    assert predicted is not None
+    assert predicted.overlay != asked.overlay
+
+
+def test_a_function_of_a_batch_has_no_map_and_the_page_says_so() -> None:
+    page = collect(Photo().eval(), X, target=lambda output: output[:, 1].sum())
+    assert page.picture is not None
+    assert page.picture.overlay == ""
+    assert "No class activation map: the target is a function of the whole batch" in page.notes[0]
+
+
+def test_the_caption_names_the_class_where_the_score_is_none() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
+    page = collect(model.eval(), X[:1])
+    assert page.picture is not None
+    assert page.picture.caption.startswith("gradcam of class 0 at ")
+    assert page.score == "the mean square of the output"
+
+
+def test_a_method_that_is_not_known_is_refused_before_anything_runs() -> None:
+    def run(*args: Any) -> None:
+        raise AssertionError("it ran")
+
+    model = Photo()
+    model.register_forward_pre_hook(run)
+    with pytest.raises(ValueError, match="method='foo' is not known"):
+        collect(model, X, cam="foo")
+
+
+@pytest.mark.parametrize(("top", "lightest"), [(1.0, 255), (8.0, 255), (2.0, 255), (200.0, 200), (3000.0, 255)])
+def test_an_input_of_any_positive_scale_is_an_image(top: float, lightest: int) -> None:
+    ramp = torch.linspace(0, top, 64).reshape(1, 8, 8)
+    assert _pixels(ramp).max() == lightest
+    assert _pixels(ramp).min() == 0
 
 
 def test_time_is_measured_for_every_layer_that_ran_and_parents_take_longer() -> None:

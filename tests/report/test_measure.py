@@ -81,6 +81,18 @@ def test_dead_features_of_tokens_are_found_in_the_last_dim() -> None:
 
 
 def test_rms_of_nothing_is_nothing() -> None:
-    assert rms(torch.tensor([3.0, -3.0])) == 3.0
+    assert rms(torch.tensor([3.0, -3.0])) == pytest.approx(3.0, rel=1e-12)
     assert rms(None) is None
     assert rms(torch.tensor([float("nan")])) is None
+
+
+@pytest.mark.parametrize("value", [1e25, 1e-25, 3.0])
+def test_rms_has_room_for_squares(value: float) -> None:
+    assert rms(torch.full((9,), value)) == pytest.approx(value, rel=1e-6)
+
+
+def test_the_histogram_of_a_large_constant_counts_all() -> None:
+    found = numbers(torch.full((50,), 1e20))
+    assert found is not None
+    assert sum(found.counts) == 50
+    assert found.low < 1e20 < found.high

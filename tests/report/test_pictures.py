@@ -101,3 +101,14 @@ def test_heat_is_clear_where_the_map_is_low() -> None:
     assert image.size == (32, 32)
     assert image.getpixel((2, 2))[3] < 10
     assert image.getpixel((28, 28))[3] > 245
+
+
+def test_the_mean_is_not_finite_where_no_channel_is() -> None:
+    value = torch.rand(1, 4, 3, 3)
+    value[:, :, 0, 0] = float("nan")
+    value[0, 1, 2, 2] = float("inf")
+    image = decoded(pictures.feature_maps(value, False, 4, 56).uri).convert("RGB")  # type: ignore[union-attr]
+    assert image.getpixel((0, 0)) == (255, 0, 128)
+    assert image.getpixel((2, 2)) != (255, 0, 128)
+    nothing = pictures.feature_maps(torch.full((1, 4, 3, 3), float("nan")), False, 4, 56)
+    assert decoded(nothing.uri).convert("RGB").getpixel((1, 1)) == (255, 0, 128)  # type: ignore[union-attr]

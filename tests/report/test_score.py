@@ -16,6 +16,9 @@ def test_the_most_likely_class_of_each_row_is_the_default() -> None:
     found = score(LOGITS, None)
     assert float(found.value) == 5.0
     assert found.label == 1
+    assert found.text == "each sample's most likely class, summed over the batch"
+    assert score(LOGITS[:1], None).text == "class 1, the most likely"
+    assert score(LOGITS, 2).text == "class 2, summed over the batch"
 
 
 def test_a_class_can_be_chosen_from_the_end_too() -> None:

@@ -7,9 +7,10 @@ transformer that reads out a class token it is the norm before the last attentio
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -88,16 +89,10 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
         if site.path and is_callable(module) and not _is_passive(module):
             session.look(Target(site, module), passing(site))
             session.look(Target(site._replace(port="grad"), module), going_back(site))
-    inputs = tree.map_tensors(lambda t: t.requires_grad_() if t.is_floating_point() else t, subject.inputs)
-    try:
-        with torch.enable_grad(), session:
-            scores = score(running.call(model, inputs)).sum()
-            needed = [t for t in tree.tensors(inputs) if t.requires_grad]
-            needed = needed or [p for p in model.parameters() if p.requires_grad]
-            if scores.requires_grad:
-                torch.autograd.grad(scores, needed, allow_unused=True)
-    finally:
-        tree.map_tensors(lambda t: t.requires_grad_(False), subject.inputs)
+    with torch.enable_grad(), _differentiable(model, subject) as needed, session:
+        scores = score(running.call(model, subject.inputs)).sum()
+        if needed and scores.requires_grad:
+            torch.autograd.grad(scores, needed, allow_unused=True)
     if not ended:
         raise SelectorError(
             "no layer of this model gives a map of more than one place for this input. Name one with layer=…, and say "
@@ -107,6 +102,25 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
     candidates = [site for site in ended if site in alive] or ended
     calls = [site for site in ended if site.every_call == candidates[-1].every_call]
     return str(candidates[-1] if len(calls) > 1 else candidates[-1].every_call)
+
+
+@contextlib.contextmanager
+def _differentiable(model: nn.Module, subject: Subject) -> Iterator[list[Tensor]]:
+    """Where autograd starts, so that gradients reach every layer: the inputs, or for token ids the parameters.
+
+    Frozen parameters require gradients meanwhile.
+    """
+    starts = [t for t in tree.tensors(subject.inputs) if t.is_floating_point()]
+    if not subject.image.is_floating_point():
+        starts += [p for p in model.parameters() if p.is_floating_point() and p.is_leaf and not p.is_inference()]
+    frozen = [t for t in starts if not t.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_(True)
+        yield starts
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 def _is_passive(module: nn.Module) -> bool:

@@ -13,11 +13,11 @@ from torchhook import running, tree
 from torchhook.cam import perturb
 from torchhook.cam.choice import Grids, choose, map_leaf
 from torchhook.cam.layout import Layout, LayoutError, infer
-from torchhook.cam.methods import BY_GRADIENT, METHODS, eigencam, weighted
+from torchhook.cam.methods import BY_GRADIENT, eigencam, known_method, weighted
 from torchhook.cam.result import CAM, stretch, upsample
 from torchhook.cam.subject import Subject, subject
 from torchhook.cam.targets import Goal, Scores
-from torchhook.errors import AmbiguousCallError, NeverRanError, SelectorError, suggestion
+from torchhook.errors import AmbiguousCallError, NeverRanError, SelectorError
 from torchhook.select import Index, Selector, Target, resolve
 from torchhook.session import Session
 from torchhook.sites import Site
@@ -58,7 +58,7 @@ def cam(
     The model runs in eval mode. Its modes, buffers, parameters' ``.grad`` and hooks, and the process's random numbers,
     are as before afterwards.
     """
-    formula = _method(method)
+    formula = known_method(method)
     index = Index(model)
     known = None if layer is None else _one(index, layer)
     chunks = perturb.Chunks(batch, channels, progress)
@@ -89,14 +89,6 @@ def cam(
     said = seen.score.classes if seen.score.classes is not None else getattr(target, "__name__", repr(target))
     shape = str(place) if isinstance(place, Layout) else f"by {getattr(place, '__name__', repr(place))}"
     return CAM(found, raw, str(site.site), known is None, said, seen.scores.detach(), formula, shape)
-
-
-def _method(name: str) -> str:
-    plain = name.casefold().replace("-", "").replace("_", "").replace(" ", "")
-    plain = {"gradcampp": "gradcam++", "gradcamplusplus": "gradcam++"}.get(plain, plain)
-    if plain not in METHODS:
-        raise ValueError(f"method={name!r} is not known. {suggestion(plain, METHODS)} All: {', '.join(METHODS)}.")
-    return plain
 
 
 def _one(index: Index, layer: Selector) -> Target:

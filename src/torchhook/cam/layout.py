@@ -78,8 +78,7 @@ def infer(
     'tokens 14×14 after 1 prefix token'
     """
     shape, size = tuple(shape), tuple(size)
-    readings = list(_readings(shape, size, examples, [*map(tuple, seen)], None if grid is None else tuple(grid)))
-    readings = [(cost, layout) for cost, layout in readings if kind is None or layout.kind == kind]
+    readings = list(_readings(shape, size, examples, [*map(tuple, seen)], kind, None if grid is None else tuple(grid)))
     if not readings:
         wanted = " ".join(([kind.replace("_", " ")] if kind else []) + ([f"on grid {tuple(grid)}"] if grid else []))
         raise LayoutError(
@@ -96,6 +95,7 @@ def _readings(
     size: tuple[int, ...],
     examples: int,
     seen: list[tuple[int, ...]],
+    kind: str | None,
     grid: tuple[int, ...] | None,
 ) -> Iterable[tuple[tuple[float, ...], Layout]]:
     """Every way to read the shape, each with a cost: the cheapest is the likeliest."""
@@ -103,9 +103,10 @@ def _readings(
         for order, layout in enumerate((Layout("channels_first", shape[2:]), Layout("channels_last", shape[1:-1]))):
             uneven = _unevenness(layout.grid, size)
             known = layout.grid in seen
-            if layout.grid == grid or (grid is None and (known or uneven <= _UNEVEN)):
+            believed = kind is not None or known or uneven <= _UNEVEN  # who says the kind knows the strides too
+            if kind in (None, layout.kind) and (layout.grid == grid or (grid is None and believed)):
                 yield (not known, round(min(uneven, _UNEVEN), 2), order), layout
-    if len(shape) == 3 and (len(size) > 1 or grid is not None):
+    if kind in (None, "tokens") and len(shape) == 3 and (len(size) > 1 or grid is not None):
         for batch, tokens in ((0, shape[1]), (1, shape[0])):
             if shape[batch] != examples:
                 continue
@@ -127,7 +128,9 @@ def _grids(
             yield grid
         return
     yield from (one for one in seen if len(one) == len(size) and fits(one))
-    halved = [tuple(-(-side // 2**k) for side in one) for k in range(1, 6) for one in seen]
+    # Videos are thinned out in space, and often not in time.
+    halved = [(one[0], *(-(-side // 2**k) for side in one[1:])) for k in range(1, 6) for one in seen if len(one) == 3]
+    halved += [tuple(-(-side // 2**k) for side in one) for k in range(1, 6) for one in seen]
     yield from (one for one in halved if len(one) == len(size) and fits(one) and _unevenness(one, size) <= _UNEVEN)
     for prefix in range(min(_MOST_PREFIX, tokens) + 1):
         scale = (math.prod(size) / max(tokens - prefix, 1)) ** (1 / len(size))
@@ -137,6 +140,12 @@ def _grids(
 
 
 def _unevenness(grid: Sequence[int], size: Sequence[int]) -> float:
-    """How much the strides of a map differ between dimensions; a map larger than its input is no map of it."""
+    """How much the strides of a map differ between dimensions; a map larger than its input is no map of it.
+
+    Of three dimensions the first may be time, whose stride has nothing to do with the others.
+    """
     strides = [full / max(side, 1) for full, side in zip(size, grid, strict=True)]
-    return math.inf if min(strides) < 1 else max(strides) / min(strides)
+    if min(strides) < 1:
+        return math.inf
+    strides = strides[1:] if len(strides) == 3 else strides
+    return max(strides) / min(strides)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchhook.errors import suggestion
+
 Formula = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -85,3 +87,16 @@ BY_GRADIENT: dict[str, Formula] = {
     "xgradcam": xgradcam,
 }
 METHODS = (*BY_GRADIENT, "eigencam", "scorecam", "ablationcam")
+
+
+def known_method(name: str) -> str:
+    """The name of a method as it is written here.
+
+    >>> known_method("Grad-CAM++")
+    'gradcam++'
+    """
+    plain = name.casefold().replace("-", "").replace("_", "").replace(" ", "")
+    plain = {"gradcampp": "gradcam++", "gradcamplusplus": "gradcam++"}.get(plain, plain)
+    if plain not in METHODS:
+        raise ValueError(f"method={name!r} is not known. {suggestion(plain, METHODS)} All: {', '.join(METHODS)}.")
+    return plain

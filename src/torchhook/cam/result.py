@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+_ROUNDING = 32  # units in the last place: what convolving and resizing a constant leaves behind
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -59,8 +61,10 @@ def upsample(maps: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def stretch(maps: Tensor) -> Tensor:
-    """Each map to [0, 1]; a constant one to zero."""
+    """Each map to [0, 1]; a constant one, give or take its rounding errors, to zero."""
     flat = maps.flatten(1)
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     spread = high - low
-    return ((flat - low) / spread.where(spread != 0, 1.0)).reshape(maps.shape)
+    noise = _ROUNDING * torch.finfo(maps.dtype).eps * torch.maximum(low.abs(), high.abs())
+    constant = (spread <= noise) & spread.isfinite()
+    return ((flat - low) / spread.where(~constant, 1.0)).where(~constant, 0.0).reshape(maps.shape)

@@ -48,11 +48,13 @@ def subject(x: Any) -> Subject:
     ids = [(a, t) for a, t in found if not t.is_floating_point() and t.dim() == 2]
     if images:
         address, image = max(images, key=lambda pair: (pair[1].dim(), math.prod(pair[1].shape)))
-        return Subject(inputs, address, tuple(image.shape[2:]), image.shape[0])
-    if ids:
+    elif ids:
         address, image = ids[0]
-        return Subject(inputs, address, tuple(image.shape[1:]), image.shape[0])
-    raise TypeError(
-        f"a class activation map needs an input of batch × channels × size, or token ids of batch × length; "
-        f"found {tree.describe(x)}."
-    )
+    else:
+        raise TypeError(
+            f"a class activation map needs an input of batch × channels × size, or token ids of batch × length; "
+            f"found {tree.describe(x)}."
+        )
+    if not image.numel():
+        raise ValueError(f"a class activation map needs an example, and the batch is empty: {tree.describe(x)}.")
+    return Subject(inputs, address, tuple(image.shape[2 if images else 1 :]), image.shape[0])

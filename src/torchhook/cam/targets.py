@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -64,10 +65,8 @@ def _classes(goal: Any, scores: Tensor, examples: int) -> list[int]:
         raise ValueError(f"target: the output has {scores.shape[0]} rows for {examples} examples; give a function.")
     if goal is None:
         return [int(i) for i in scores.argmax(-1)]
-    if isinstance(goal, Tensor):
-        goal = goal.tolist()
-    wanted = [goal] * examples if isinstance(goal, int) else list(goal)
-    if not all(isinstance(i, int) for i in wanted) or len(wanted) != examples:
+    wanted = _integers(goal, examples)
+    if wanted is None or len(wanted) != examples:
         raise ValueError(
             f"target: give a class, a function of the output, or one class for each of the {examples} examples; "
             f"found {goal!r}."
@@ -77,3 +76,12 @@ def _classes(goal: Any, scores: Tensor, examples: int) -> list[int]:
         if not -count <= i < count:
             raise IndexError(f"target: class {i} is out of range, the model has {count} classes.")
     return [i % count for i in wanted]
+
+
+def _integers(goal: Any, examples: int) -> list[int] | None:
+    """The classes as Python's integers, from numpy's and torch's too; ``None`` where they are none."""
+    plain = goal.tolist() if hasattr(goal, "tolist") else goal
+    try:
+        return [operator.index(i) for i in plain] if isinstance(plain, Iterable) else [operator.index(plain)] * examples
+    except TypeError:
+        return None

@@ -12,7 +12,7 @@ import typer
 
 from torchhook._version import __version__
 from torchhook.cli import looking, show, storing
-from torchhook.cli.trouble import Trouble, short
+from torchhook.cli.trouble import Trouble, short, spoken
 
 app = typer.Typer(
     name="torchhook",
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get("TORCHHOOK_TRACEBACK"):
             traceback.print_exc()
         name = "" if isinstance(error, Trouble) or type(error).__module__.startswith("torchhook.") else _kind(error)
-        show.say(f"torchhook: {name}{short(error)}")
+        show.say(f"torchhook: {name}{spoken(short(error))}")
         raise SystemExit(2) from None
 
 

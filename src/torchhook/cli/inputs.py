@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import shutil
 import tempfile
@@ -80,19 +81,24 @@ def preparation(options: Options) -> dict[str, Any]:
             try:
                 numbers = [float(part) for part in text.split(",")]
             except ValueError:
-                raise Trouble(f"--{key} {text}: give one number, or three with commas between.") from None
+                numbers = []
+            if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
+                raise Trouble(f"--{key} {text}: give one number, or three with commas between.")
+            if key == "std" and min(numbers) <= 0:
+                raise Trouble(f"--std {text}: give positive numbers, since images are divided by them.")
             found[key] = numbers * 3 if len(numbers) == 1 else numbers
     return found
 
 
 def image(path: Path, model: nn.Module, options: Options) -> torch.Tensor:
+    settings = preparation(options)
     with tempfile.TemporaryDirectory() as folder:  # a data set of one image
-        shutil.copy(path, folder)
-        images = ImageFolder.for_model(folder, model, **preparation(options))
+        copy = Path(folder, path.name)
         try:
-            return images.load(path.name)[None]
-        except OSError as error:
-            raise Trouble(f"{path} cannot be read as an image: {short(error)}") from error
+            shutil.copy(path, copy)
+            return ImageFolder.for_model(folder, model, **settings).load(path.name)[None]
+        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            raise Trouble(f"{path} cannot be read as an image: {short(error).replace(str(copy), path.name)}") from error
 
 
 def _tensors(path: Path) -> Any:

@@ -10,18 +10,21 @@ import torch
 import typer
 from torch import nn
 
+from torchhook.cam.methods import METHODS, known_method
 from torchhook.capture import Stopped
 from torchhook.capture import run as run_once
 from torchhook.cli import inputs, models, options, show
 from torchhook.cli.trouble import Trouble
 from torchhook.compare import Diff
 from torchhook.diff import diff as compare
-from torchhook.errors import RecordingFileError
+from torchhook.errors import RecordingFileError, suggestion
 from torchhook.layers import layers as list_layers
 from torchhook.records import Recording
 from torchhook.records import load as load_recording
 from torchhook.report import report as write_report
 from torchhook.running import arguments
+from torchhook.select import glob_pattern
+from torchhook.sites import parse
 from torchhook.tree import describe
 
 
@@ -47,7 +50,7 @@ def layers(
 
       torchhook layers mypackage.nets:build --json | jq '.[].name'
     """
-    net = _model(model, weights, allow_pickle, pretrained, device)
+    net = _model(model, weights, allow_pickle, pretrained, device, silent=True)  # shapes are those of any weights
     wanted = inputs.Options(file, text, shape)
     given = inputs.load(wanted, net, model).x if wanted.given else None
     with show.status(f"looking at {model}"):
@@ -130,6 +133,7 @@ def report(
 
       torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
     """
+    method, names = _method(cam), None if classes is None else models.read_classes(classes)
     net = _model(model, weights, allow_pickle, pretrained, device)
     given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
     with show.status(f"running {model}"):
@@ -139,16 +143,23 @@ def report(
             out,
             target=target,
             tokens=given.tokens,
-            classes=None if classes is None else models.read_classes(classes),
+            classes=names,
             title=title or model.rpartition(":")[2],
             gradients=gradients,
             attention=attention,
-            cam=None if cam == "none" else cam,
+            cam=method,
         )
     if json:
         show.as_json({"path": path, "bytes": path.stat().st_size})
     else:
         print(path)
+
+
+def _method(cam: str) -> str | None:
+    try:
+        return None if cam == "none" else known_method(cam)
+    except ValueError:
+        raise Trouble(f"--cam {cam}: use {', '.join(METHODS)} or none.") from None
 
 
 def diff(
@@ -175,11 +186,15 @@ def diff(
 
       torchhook diff before.safetensors after.safetensors
 
-      torchhook diff timm:resnet18 torchvision:resnet18 --shape 1x3x224x224
+      torchhook diff torchvision:resnet18 torchvision:resnet18 --shape 1x3x224x224
+      --weights before.safetensors --weights-b after.safetensors
     """
     files = [side.endswith(".safetensors") for side in (a, b)]
     if all(files):
+        _refuse(input=file, text=text, shape=shape, weights=weights, weights_b=weights_b, pretrained=pretrained)
+        _refuse(allow_pickle=allow_pickle, device=device != "cpu")
         found = compare(_recording(a), _recording(b), rtol=rtol, atol=atol)
+        found = found if sites is None else _only(found, sites)
     elif any(files):
         raise Trouble(
             "diff compares two recordings or two models: save a recording of the model first, with run --out."
@@ -192,6 +207,33 @@ def diff(
             found = compare(left, right, given.x, sites=sites, rtol=rtol, atol=atol)
     _show_diff(found, json)
     raise typer.Exit(0 if found.ok else 1)
+
+
+def _refuse(**given: Any) -> None:
+    """Two recordings are compared as they are: nothing runs, so that options of a run mean nothing."""
+    if needless := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise Trouble(f"two recordings are compared as they are, without a run: leave out {', '.join(needless)}.")
+
+
+def _only(found: Diff, wanted: list[str]) -> Diff:
+    """The rows whose address, or path, or all its calls, a text or glob means."""
+    for address in wanted:
+        if not any(_means(address, row.site) for row in found):
+            raise Trouble(f"-l {address} matches nothing. {suggestion(address, [row.site for row in found])}")
+    kept = [row for row in found if any(_means(address, row.site) for address in wanted)]
+    return Diff(kept, found.title, found.notes)
+
+
+def _means(wanted: str, address: str) -> bool:
+    if wanted == address:
+        return True
+    asked, site = parse(wanted), parse(address)
+    if asked.call is None:
+        site = site.every_call
+    return (
+        asked._replace(path="") == site._replace(path="")
+        and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
+    )
 
 
 def _show_diff(found: Diff, json: bool) -> None:
@@ -211,6 +253,10 @@ def _recording(path: str) -> Recording:
         raise Trouble(str(error)) from error
 
 
-def _model(name: str, weights: Any, allow_pickle: bool, pretrained: bool, device: str) -> nn.Module:
+def _model(
+    name: str, weights: Any, allow_pickle: bool, pretrained: bool, device: str, *, silent: bool = False
+) -> nn.Module:
+    if not silent:
+        models.say_random(name, weights, pretrained)
     with show.status(f"loading {name}"):
         return models.load(name, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook.cli import show
 from torchhook.cli.trouble import Trouble, short
 from torchhook.errors import suggestion
 
@@ -23,13 +24,35 @@ FORMS = "torchvision:NAME, timm:NAME, transformers:PATH, package.module:callable
 def load(
     name: str, *, weights: Path | None = None, allow_pickle: bool = False, pretrained: bool = False, device: str = "cpu"
 ) -> nn.Module:
-    """The model that ``name`` means, with its weights, in eval mode, on its device."""
-    model = _named(name, pretrained, allow_pickle)
+    """The model that ``name`` means, with its weights, in eval mode, on its device.
+
+    Random weights are the same each time.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = _named(name, pretrained, allow_pickle)
     if weights is not None:
         _fill(model, weights, allow_pickle)
     for module in model.modules():  # not eval(): exported programs refuse it
         module.training = False
     return model.to(_device(device))
+
+
+def is_random(name: str, weights: Path | None, pretrained: bool) -> bool:
+    """Whether a model of this name is built without anybody's weights; a function of the user's knows its own."""
+    home, _, rest = name.partition(":")
+    if weights is not None or pretrained:
+        return False
+    return home in ("torchvision", "timm") or (home == "transformers" and not _has_weights(Path(rest)))
+
+
+def say_random(name: str, weights: Path | None, pretrained: bool) -> None:
+    if is_random(name, weights, pretrained):
+        show.say(f"{name} has random weights; add --weights or --pretrained.")
+
+
+def _has_weights(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
 def _named(name: str, pretrained: bool, allow_pickle: bool) -> nn.Module:
@@ -79,8 +102,7 @@ def _transformers(name: str, pretrained: bool) -> nn.Module:
     """A folder with weights is loaded; a config, in a file or a folder, is built with random ones."""
     hugging_face = library("transformers")
     path = Path(name)
-    folder = path if path.is_dir() else None
-    if folder is None and not path.is_file() and not pretrained:
+    if not path.exists() and not pretrained:
         raise Trouble(
             f"no folder or config file {name!r}. To fetch a model of that name from the hub, add --pretrained."
         )
@@ -89,8 +111,7 @@ def _transformers(name: str, pretrained: bool) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise Trouble(f"{name} holds no config that transformers can read: {short(error)}") from error
     kind = getattr(hugging_face, (config.architectures or [""])[0], None)
-    ready = pretrained or (folder is not None and any(folder.glob("*.safetensors")))
-    if ready:
+    if pretrained or _has_weights(path):
         options = {"local_files_only": not pretrained, "use_safetensors": True}
         model: nn.Module = (kind or hugging_face.AutoModel).from_pretrained(name, **options)
         return model
@@ -201,8 +222,20 @@ def config_of(name: str) -> str | None:
 
 
 def read_classes(path: Path) -> list[str]:
-    """Class names from a text file, one on a line, or from a JSON list."""
+    """Class names from a text file, one on a line, or from a JSON list, or from a JSON object of names by number."""
     if not path.is_file():
         raise Trouble(f"no file {path} with class names.")
     text = path.read_text("utf-8")
-    return [str(name) for name in json.loads(text)] if path.suffix == ".json" else text.splitlines()
+    if path.suffix != ".json":
+        return text.splitlines()
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Trouble(f"{path} is not JSON: {short(error)}") from error
+    if isinstance(found, dict) and all(key.isdecimal() for key in found):
+        numbers = sorted(map(int, found))
+        if numbers == list(range(len(found))):
+            return [str(found[key]) for key in sorted(found, key=int)]
+    if not isinstance(found, list):
+        raise Trouble(f"{path}: give a list of class names, or an object with the keys 0, 1, 2 and so on.")
+    return [str(name) for name in found]

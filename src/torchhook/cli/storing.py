@@ -11,7 +11,7 @@ import typer
 
 from torchhook import transforms
 from torchhook.cli import inputs, models, options, show
-from torchhook.cli.trouble import Trouble
+from torchhook.cli.trouble import Trouble, spoken
 from torchhook.extract import Estimate, ImageFolder, open_features
 from torchhook.extract import extract as extract_to
 from torchhook.extract.verify import verify as verify_store
@@ -59,6 +59,7 @@ def extract(
     if dtype not in (None, *_DTYPES):
         raise Trouble(f"--dtype {dtype}: use {', '.join(_DTYPES)}.")
     transform = None if pool is None else transforms.tokens("cls") if pool == "cls" else transforms.pool(pool)
+    models.say_random(model, weights, pretrained)
     with show.status(f"loading {model}"):
         net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
     found = extract_to(
@@ -125,9 +126,9 @@ def verify(
         problems = [problem._asdict() for problem in found.problems]
         show.as_json({"ok": found.ok, "shards": found.shards, "problems": problems, "discarded": gone})
     else:
-        print(found)
+        print(spoken(str(found)))
         if gone:
-            show.say(f"deleted {len(gone)} broken shards.")
+            show.say(f"deleted {len(gone)} broken shard{'s' * (len(gone) != 1)}.")
     raise typer.Exit(0 if found.ok else 1)
 
 

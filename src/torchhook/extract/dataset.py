@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from torchhook.extract.errors import ExtractError
+from torchhook.extract.values import numbers
 
 if TYPE_CHECKING:
     from torchhook.extract.features import Features
@@ -52,7 +55,7 @@ class FeatureDataset(Dataset[Any]):
             complete = not features.skipped and not features.missing
             self.rows = None if complete else features.valid()
         else:
-            self.rows = torch.arange(len(features))[torch.as_tensor(rows)]
+            self.rows = torch.tensor(_numbers(rows, len(features)), dtype=torch.int64)
 
     def __reduce__(self) -> Any:
         layers = next(iter(self.layers)) if self.single else list(self.layers)
@@ -63,7 +66,9 @@ class FeatureDataset(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, int):
-            return self._batch(index)
+            if isinstance(index, (slice, list, tuple, range)) or np.ndim(index):
+                return self._batch(index)
+            index = operator.index(index)  # a number of numpy's, or a tensor without dims
         row = range(len(self))[index] if self.rows is None else int(self.rows[index])
         extras = [] if self._labels is None else [self._labels[row]]
         if self.ids:
@@ -102,14 +107,8 @@ class FeatureDataset(Dataset[Any]):
         return labels[:]
 
     def _numbers(self, index: Any) -> list[int]:
-        if isinstance(index, slice):
-            index = range(*index.indices(len(self)))
-        chosen: list[int] = index if isinstance(index, list) else torch.as_tensor(index).tolist()
-        if self.rows is not None:
-            return self.rows[chosen].tolist()
-        if chosen and not (min(chosen) >= 0 and max(chosen) < len(self)):
-            return [range(len(self))[i] for i in chosen]
-        return chosen
+        chosen = _numbers(index, len(self))
+        return chosen if self.rows is None else self.rows[chosen].tolist()
 
     def _shaped(self, values: Sequence[Any], extras: Sequence[Any]) -> Any:
         x = values[0] if self.single else dict(zip(self.layers, values, strict=True))
@@ -123,6 +122,10 @@ class FeatureDataset(Dataset[Any]):
         drop_last = options.pop("drop_last", False)
         batches: Any = BatchSampler(sampler, batch_size, drop_last)
         return DataLoader(self, sampler=batches, batch_size=None, num_workers=workers, generator=generator, **options)
+
+
+def _numbers(index: Any, rows: int) -> list[int]:
+    return numbers(range(*index.indices(rows)) if isinstance(index, slice) else index, rows, "dataset")
 
 
 def _again(features: Features, layers: Any, labels: bool, ids: bool, rows: Any, transform: Any) -> FeatureDataset:

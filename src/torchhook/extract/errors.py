@@ -26,3 +26,10 @@ class IncompleteStoreError(ExtractError, LookupError):
 
 class BrokenShardError(ExtractError, ValueError):
     """A shard is truncated, altered, or was not written by TorchHook."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add to an error that ends a run what its reader may want to know."""
+    add = getattr(error, "add_note", None)  # Python 3.11
+    if add is not None:
+        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")

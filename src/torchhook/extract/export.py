@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,28 +14,51 @@ import numpy as np
 import torch
 
 from torchhook.errors import require
+from torchhook.extract.errors import IncompleteStoreError
 from torchhook.extract.values import Values, as_numpy
 
 if TYPE_CHECKING:
     from torchhook.extract.features import Features
 
 
-def _columns(features: Features, layers: Sequence[str] | None) -> Iterator[tuple[str, Values]]:
-    for name in features.keys() if layers is None else [layers] if isinstance(layers, str) else layers:
-        yield name, features[name]
-    if isinstance(features.ids, Values):
-        yield "ids", features.ids
-    if features.labels is not None:
-        yield "labels", features.labels
+def _columns(
+    features: Features, layers: Sequence[str] | None, clean: Callable[[str], str]
+) -> Iterator[tuple[str, Values]]:
+    """All that is exported, each under a name of its own: a layer may be called like ids, labels or another layer."""
+    if features.missing:
+        raise IncompleteStoreError(
+            f"{features.path} lacks {len(features.missing)} shards, and what is exported has every row. Run the same "
+            "extract call again: it does only those."
+        )
+    names = features.keys() if layers is None else [layers] if isinstance(layers, str) else layers
+    sides = {"ids": features.ids, "labels": features.labels}
+    found = {name: values for name, values in sides.items() if isinstance(values, Values)}
+    taken = {file for name, values in found.items() for file in _files(name, values)}
+    for name in dict.fromkeys(names):
+        values = features[name]
+        numbered = (f"{clean(name)}_{i}" for i in itertools.count(2))
+        free = (new for new in itertools.chain([clean(name)], numbered) if taken.isdisjoint(_files(new, values)))
+        unique = next(free)
+        taken.update(_files(unique, values))
+        yield unique, values
+    yield from found.items()
+
+
+def _files(name: str, values: Values) -> list[str]:
+    return [name, f"{name}.offsets"] if values.column.ragged and not values.column.text else [name]
+
+
+def _file_name(layer: str) -> str:
+    return layer.replace("/", "_").replace(":", "_") or "model"
 
 
 def to_npy(features: Features, folder: str | os.PathLike[str], layers: Sequence[str] | None = None) -> list[str]:
     """One file per column, written shard by shard; ragged ones with ``.offsets.npy``, text as ``.txt`` lines."""
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, values in _columns(features, layers):
-        base = root / (name.replace("/", "_").replace(":", "_") or "model")
+    for name, values in _columns(features, layers, _file_name):
+        root.mkdir(parents=True, exist_ok=True)
+        base = root / name
         if values.column.text:
             path = Path(f"{base}.txt")
             _whole(path, lambda temporary, v=values: _lines(temporary, v))
@@ -78,7 +103,7 @@ def to_hf(features: Features, layers: Sequence[str] | None = None) -> Any:
     arrow = require("pyarrow", "hf")
     columns = {
         name: arrow.chunked_array([_arrow(arrow, block) for _, block in values.blocks()])
-        for name, values in _columns(features, layers)
+        for name, values in _columns(features, layers, str)
     }
     table = arrow.table(columns)
     about = [features.path, features.plan.to_json(), list(columns), features.nbytes]
@@ -94,6 +119,10 @@ def _arrow(arrow: Any, block: Any) -> Any:
         ends = np.cumsum([0, *map(len, block)]).astype(np.int32)
         return arrow.ListArray.from_arrays(arrow.array(ends), _arrow(arrow, torch.cat(block)))
     found = arrow.array(as_numpy(block).reshape(-1))
-    for length in reversed(block.shape[1:]):
-        found = arrow.FixedSizeListArray.from_arrays(found, length)
+    for dim in reversed(range(1, block.dim())):
+        if block.shape[dim]:
+            found = arrow.FixedSizeListArray.from_arrays(found, block.shape[dim])
+        else:  # nothing to tell their number by
+            ends = np.zeros(math.prod(block.shape[:dim]) + 1, dtype=np.int32)
+            found = arrow.ListArray.from_arrays(arrow.array(ends), found)
     return found

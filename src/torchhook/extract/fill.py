@@ -13,7 +13,7 @@ from torchhook.extract import inputs
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.forward import parts
 from torchhook.extract.plan import IDS, LABELS, Column
-from torchhook.extract.slabs import HostCopies, Ragged, Slab
+from torchhook.extract.slabs import HostCopies, Ragged, Slab, in_range
 from torchhook.safefile import DTYPES
 from torchhook.transforms import Rows
 
@@ -118,6 +118,9 @@ class Fill:
         self.into, self.rows, self.first_row, self.mask = into, rows, first_row, mask
 
     def sides(self, values: dict[str, Any]) -> None:
+        for name in (IDS, LABELS):
+            if name in self.columns and name not in values:
+                raise ExtractError(f"{name[1:]}: none in the batch, and the first batch had them. {self._where()}")
         for name, value in values.items():
             column = self.columns.get(name)
             if column is None or column.text != isinstance(value, list):
@@ -144,6 +147,12 @@ class Fill:
             raise ExtractError(
                 f"{column.name!r}: {len(value)} rows for a batch of {self.rows}. {self._where()} {_ROWS_HINT}"
             )
+        for kind in {row.dtype for row in value} if isinstance(value, Rows) else (value.dtype,):
+            if not _holds(column.dtype, kind):
+                raise ExtractError(
+                    f"{column.name!r}: {column.dtype} in the first batch, {kind} now, which would lose values. "
+                    f"{self._where()} Cast it in a transform, or in the data."
+                )
         if not column.ragged:
             if isinstance(value, Rows) or tuple(value.shape[1:]) != column.shape:
                 found = "rows of different lengths" if isinstance(value, Rows) else f"{tuple(value.shape[1:])}"
@@ -151,6 +160,7 @@ class Fill:
                     f"{column.name!r}: rows of shape {column.shape} in the first batch, {found} now. {self._where()} "
                     + _RAGGED_HINT
                 )
+            value = in_range(value, column.dtype)
             # The next layer may overwrite the value before the transfer has read it; a copy on the device costs little.
             safe = value.to(column.dtype, copy=True, memory_format=_PLAIN) if value.is_cuda else value
             for slab, at, low, high in self.into:
@@ -165,10 +175,20 @@ class Fill:
                 )
             ragged = slab.columns[column.name]
             assert isinstance(ragged, Ragged)
-            ragged.put(at, items, lengths, self.copies)
+            ragged.put(at, in_range(items, column.dtype), lengths, self.copies)
 
     def _where(self) -> str:
         return f"Rows {self.first_row} to {self.first_row + self.rows - 1}."
+
+
+def _holds(column: torch.dtype, kind: torch.dtype) -> bool:
+    """Whether values of a dtype can be stored as another. Floats of any width can: what overflows is found later."""
+    if kind == column or torch.bool in (kind, column):
+        return kind in (column, torch.bool)
+    if column.is_floating_point or column.is_complex or kind.is_floating_point or kind.is_complex:
+        return torch.can_cast(kind, column)
+    wide, narrow = torch.iinfo(column), torch.iinfo(kind)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 _ROWS_HINT = "Dim 0 must be the rows; a transform can choose or reorder what is kept."

@@ -96,25 +96,3 @@ def parts(layer: str, value: Any) -> Iterator[tuple[str, Tensor | Rows]]:
         for address, leaf in tree.leaves(value):
             if isinstance(leaf, Tensor):
                 yield f"{layer}[{address}]", leaf
-
-
-@contextlib.contextmanager
-def at_rest(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
-    """The model in evaluation mode and on ``device``, and back as it was afterwards."""
-    before = {module: module.training for module in model.modules()}
-    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    home = next(iter(homes), torch.device("cpu"))
-    there = home if device is None else torch.device(device)
-    if str(there) == "cuda":
-        there = torch.device("cuda", torch.cuda.current_device())
-    moves = there != home and len(homes) == 1
-    try:
-        model.eval()
-        if moves:
-            model.to(there)
-        yield there
-    finally:
-        if moves:
-            model.to(home)
-        for module, training in before.items():
-            module.training = training

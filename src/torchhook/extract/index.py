@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import NamedTuple
 
@@ -61,7 +62,12 @@ def read_index(place: Place, sizes: dict[str, int], broken: list[str] | None = N
 
 
 def write_index(place: Place, entries: list[Entry]) -> None:
-    place.replace(NAME, json.dumps(entries).encode())
+    """Write the index, if it is not there already: a complete store may be one that cannot be written to."""
+    data = json.dumps(entries).encode()
+    with contextlib.suppress(FileNotFoundError):
+        if place.read(NAME) == data:
+            return
+    place.replace(NAME, data)
 
 
 def check_rows(place: Place, plan: Plan, entries: list[Entry]) -> None:

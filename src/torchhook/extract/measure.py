@@ -5,6 +5,7 @@ What it gives is kept, so that the run need not do it again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from torchhook import tree
+from torchhook.extract.batches import Batch
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.fill import Sides, columns_of, side_columns
 from torchhook.extract.forward import Forward
 from torchhook.extract.plan import Column, Plan
-from torchhook.extract.sources import Batch, Source
+from torchhook.extract.sources import Source
 from torchhook.extract.task import Head
 from torchhook.tables import Table, count, size
 
@@ -35,7 +37,8 @@ class Measure:
     row_bytes: int
     batch_rows: int
     seconds: float
-    head: Head
+    head: Head | None
+    """``None`` if the batch could not be run as a whole."""
 
     def rows_per_shard(self, shard_bytes: int | None, batch_size: int | None) -> int:
         """The most rows that fit, as whole batches."""
@@ -47,7 +50,7 @@ class Measure:
 def measure(
     forward: Forward, source: Source, sides: Sides, device: torch.device, dtype: torch.dtype | None, skip: bool
 ) -> Measure:
-    """Run the first batch that loads and runs."""
+    """Run the first batch that loads and runs, or, where rows may be skipped, the first row that does."""
     last: Exception | None = None
     for batch in source.first():
         if batch.value is None:
@@ -55,10 +58,19 @@ def measure(
             continue
         try:
             return _measured(forward, batch, sides, device, dtype)
+        except ExtractError:
+            raise  # no other row would change that
         except Exception as error:
             if not skip:
                 raise
             last = error
+        for one in batch.singles():
+            with contextlib.suppress(Exception):
+                if one.value is not None:
+                    found = _measured(forward, one, sides, device, dtype)
+                    return dataclasses.replace(
+                        found, batch_rows=batch.span, seconds=found.seconds * batch.span, head=None
+                    )
     raise last or ExtractError("the data has no rows.")
 
 

@@ -102,8 +102,12 @@ class Folder:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # the lock only tells ``sweep`` that the writer lives
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            disk.write(handle, chunks)
-            os.fsync(handle)
+            try:
+                disk.write(handle, chunks)
+                os.fsync(handle)
+            except OSError as error:
+                error.filename = os.fspath(final)  # the system knows only the handle
+                raise
             yield temporary
         finally:
             os.close(handle)

@@ -26,6 +26,8 @@ _COMPARED = {
     "layers": "layers",
     "model": "model",
     "transform": "transform",
+    "input_fn": "input_fn",
+    "lengths": "lengths",
     "dtype": "dtype",
     "autocast": "autocast",
     "columns": "columns",
@@ -81,6 +83,8 @@ class Plan:
     layers: tuple[str, ...]
     model: str
     transform: str
+    input_fn: str = "None"
+    lengths: str = "None"
     dtype: str | None = None
     autocast: str | None = None
     source: str = "rows"

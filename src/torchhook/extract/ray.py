@@ -18,7 +18,6 @@ from torchhook.errors import require
 from torchhook.extract import engines
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.progress import Progress
-from torchhook.extract.sources import Stream
 from torchhook.extract.task import Task
 from torchhook.extract.writer import Done
 
@@ -65,8 +64,6 @@ def on_ray(
     """
     ray = require("ray", "ray")
     data = require("ray.data", "ray")
-    if isinstance(task.source, Stream):
-        raise ExtractError("engine='ray' needs data whose rows have numbers: a data set with a length and an index.")
     todo = engines.missing(task.place, task.plan)
     if not todo:
         return task.plan.rows

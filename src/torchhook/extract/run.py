@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook.errors import require
 from torchhook.extract import engines, fingerprint, places, plan, shards, sources
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.features import Features, open_features
 from torchhook.extract.fill import Sides
-from torchhook.extract.forward import Forward, Transforms, at_rest
+from torchhook.extract.forward import Forward, Transforms
 from torchhook.extract.images import ImageFolder
 from torchhook.extract.index import check_rows, read_headers, write_index
 from torchhook.extract.inputs import Part
 from torchhook.extract.measure import Estimate, measure
 from torchhook.extract.progress import Progress
+from torchhook.extract.rest import at_rest
 from torchhook.extract.task import Task
 from torchhook.select import Selector
 from torchhook.tables import size
@@ -84,17 +86,18 @@ def extract(
             raise ValueError(f"{name}={number}: give a positive number.")
     if isinstance(data, (str, os.PathLike)):
         data = ImageFolder.for_model(data, model)
-    if ids is None:
-        ids = _ids_of(data)
     skip = on_error == "skip"
     place = places.place(out)
-    if not resume and not dry_run:
-        _clear(place, engine)
     before = plan.load(place)
+    _check_engine(engine, engine_options, replaces=before is not None and not resume)
+    old = sum(place.sizes(shards.FOLDER).values()) if not resume else 0
+    before = before if resume else None
     forward = Forward(model, layers, transform=transform, input_fn=input_fn, autocast=autocast)
     with at_rest(model, device) as where:
         source = sources.source(data, batch_size, workers, skip, pin=where.type == "cuda")
-        sides = Sides(ids, labels, lengths, source.rows)
+        if engine == "ray" and isinstance(source, sources.Stream):
+            raise ExtractError("engine='ray' needs data whose rows have numbers: a data set with length and index.")
+        sides = Sides(_ids_of(source) if ids is None else ids, labels, lengths, source.rows)
         measured = measure(forward, source, sides, where, dtype, skip)
     if rows_per_shard is None:
         known = before.rows_per_shard if before is not None and shard_bytes is None else None
@@ -106,18 +109,22 @@ def extract(
         layers=tuple(forward.layers),
         model=fingerprint.of_model(model),
         transform=fingerprint.of_function(transform),
+        input_fn=fingerprint.of_function(input_fn),
+        lengths=fingerprint.of_function(lengths),
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         autocast=None if not autocast else str(autocast).removeprefix("torch."),
         source=source.kind,
         row_bytes=before.row_bytes if before is not None else measured.row_bytes,
         about={"batch_size": source.batch_size or measured.batch_rows, "versions": plan.versions()},
     )
-    todo = engines.missing(place, mine)
+    todo = engines.missing(place, mine) if resume or mine.shards is None else list(range(mine.shards))
     per_row = measured.seconds / measured.batch_rows
     estimate = Estimate(mine, per_row, None if todo is None else len(todo), place.free())
     if dry_run:
         return estimate
-    _room(estimate)
+    _room(estimate, old)
+    if not resume:
+        _clear(place)  # not earlier: whatever was wrong, the old store would be gone
     agreed = plan.agree(place, mine)
     if isinstance(place, places.Folder):
         place.sweep(shards.FOLDER)
@@ -131,7 +138,7 @@ def extract(
     entries = read_headers(place)
     agreed = dataclasses.replace(agreed, rows=rows)
     check_rows(place, agreed, entries)
-    if mine.rows is None:  # a stream has come to its end: now its length is known
+    if mine.rows is None and (before is None or before.rows != rows):  # a stream has come to its end
         place.replace(plan.NAME, agreed.to_json().encode())
     left = engines.missing(place, agreed)
     if not left:
@@ -144,8 +151,6 @@ def _run(engine: str, task: Task, bar: Progress, options: dict[str, Any]) -> int
     if engine == "ray":
         on_ray = importlib.import_module("torchhook.extract.ray").on_ray
         return on_ray(task, bar, **options)  # type: ignore[no-any-return]
-    if options:
-        raise ValueError(f"engine_options={options} are for engine='ray'.")
     return engines.torchrun(task, bar) if engine == "torchrun" else engines.local(task, bar)
 
 
@@ -154,24 +159,33 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, allowed))}.")
 
 
-def _ids_of(data: Any) -> Any:
+def _check_engine(engine: str, options: dict[str, Any] | None, replaces: bool) -> None:
+    if engine == "ray":
+        require("ray", "ray")
+    elif options:
+        raise ValueError(f"engine_options={options} are for engine='ray'.")
+    if engine == "torchrun" and engines.ranks()[1] > 1 and replaces:
+        raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
+
+
+def _ids_of(source: sources.Source) -> Any:
     """Ids that a data set brings along: its own, or the paths of an image folder in torchvision's manner."""
-    dataset = getattr(data, "dataset", data)
-    if dataset is not data and not isinstance(getattr(data, "sampler", None), torch.utils.data.SequentialSampler):
+    if isinstance(source, sources.Stream):
         return None
-    if isinstance(dataset, ImageFolder):
-        return dataset.ids
+    dataset = source.dataset
     samples = getattr(dataset, "samples", None)
-    if isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
-        return [sample[0] for sample in samples] if len(samples) == len(dataset) else None
-    return None
+    if isinstance(dataset, ImageFolder):
+        ids = dataset.ids
+    elif isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
+        ids = [sample[0] for sample in samples]
+    else:
+        return None
+    return [ids[row] for row in source.order] if len(ids) == len(dataset) else None
 
 
-def _clear(place: places.Place, engine: str) -> None:
+def _clear(place: places.Place) -> None:
     if plan.load(place) is None:
         return
-    if engine == "torchrun" and engines.ranks()[1] > 1:
-        raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
     # The plan goes last: while it is there, what is left is a store that lacks shards.
     for name in place.sizes(shards.FOLDER):
         if shards.number_of(name) is not None:
@@ -180,15 +194,15 @@ def _clear(place: places.Place, engine: str) -> None:
     place.remove(plan.NAME)
 
 
-def _room(estimate: Estimate) -> None:
-    """Better now than after the hours that it takes to fill the disk."""
+def _room(estimate: Estimate, old: int) -> None:
+    """Better now than after the hours that it takes to fill the disk. ``old`` bytes will be freed before."""
     todo = estimate.todo
     if estimate.free is None or todo is None:
         return
     rows = min(estimate.plan.rows or 0, todo * estimate.plan.rows_per_shard)
     needed = rows * estimate.plan.row_bytes
-    if needed > estimate.free:
+    if needed > estimate.free + old:
         raise ExtractError(
-            f"about {size(needed)} are still to be written and {size(estimate.free)} are free. Make room, or keep "
-            "less: transform=transforms.pool('mean'), dtype=torch.float16, fewer layers."
+            f"about {size(needed)} are still to be written and {size(estimate.free + old)} are free. Make room, or "
+            "keep less: transform=transforms.pool('mean'), dtype=torch.float16, fewer layers."
         )

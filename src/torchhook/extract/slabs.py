@@ -16,7 +16,18 @@ from torch import Tensor
 
 from torchhook.extract import disk
 from torchhook.extract.errors import ExtractError
-from torchhook.extract.plan import Column
+from torchhook.extract.plan import IDS, LABELS, Column
+
+_SATURATES = torch.float8_e4m3fn
+"""It has no infinity: a cast to it gives the largest number instead."""
+_MOST = 464.0  # rounds to that number, 448; anything larger would have been infinity
+
+
+def in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value, for a cast to ``dtype``: with NaN where that would silently give another number."""
+    if dtype != _SATURATES or value.dtype == dtype or not value.is_floating_point():
+        return value
+    return torch.where(value.abs() > _MOST, math.nan, value)
 
 
 class HostCopies:
@@ -190,11 +201,15 @@ def _looks_finite(data: Tensor) -> bool:
 def check_values(slab: Slab, first_row: int, overflow: bool, skip: bool) -> None:
     """Refuse values that are not numbers, or mark their rows as skipped."""
     for name, column in slab.columns.items():
+        if name in (IDS, LABELS):
+            continue  # NaN may be what a label says
         bad = bad_rows(slab, column, overflow)
         if not bad:
             continue
-        value = torch.isnan(column.row(bad[0]).float()).any()
+        value = bool(torch.isnan(column.row(bad[0]).float()).any())
         what = "NaN" if value else f"infinity after the cast to {column.column.dtype}"
+        if overflow and column.column.dtype == _SATURATES:
+            what, value = f"NaN, or infinity after the cast to {_SATURATES}", False
         if not skip:
             listed = ", ".join(str(first_row + row) for row in bad[:8]) + (", …" if len(bad) > 8 else "")
             remedy = "nan='keep' stores them as they are" if value else "dtype=torch.bfloat16 has the range of float32"

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from torchhook import tree
+from torchhook.extract.batches import Batch, Cuts, Tolerant, TolerantCollate, copied, split, why
 from torchhook.extract.errors import ExtractError
 from torchhook.extract.inputs import rows_in
 
 BATCH = 32
-
-
-class Batch(NamedTuple):
-    """A batch of the data, and which rows it stands for."""
-
-    start: int
-    span: int
-    """How many rows it stands for, failed ones among them."""
-    value: Any
-    """``None`` if every row failed."""
-    failed: dict[int, str]
-    """Places in the span that could not be loaded, and why."""
-    singles: Callable[[], Iterator[Batch]]
-    """The same rows, one by one."""
-
-    @property
-    def good(self) -> Sequence[int]:
-        return range(self.span) if not self.failed else [i for i in range(self.span) if i not in self.failed]
+LOOK = 16
+"""So many batches of a stream are tried, if rows may be skipped, until one can be measured: they are kept."""
 
 
 class Indexed:
@@ -46,6 +30,7 @@ class Indexed:
         dataset: Any,
         *,
         order: Sequence[int] | None = None,
+        ends: Sequence[int] | None = None,
         batch_size: int = BATCH,
         collate: Callable[[list[Any]], Any] = default_collate,
         options: dict[str, Any] | None = None,
@@ -53,6 +38,8 @@ class Indexed:
     ) -> None:
         self.dataset, self.collate, self.batch_size, self.tolerant = dataset, collate, batch_size, tolerant
         self.order: Sequence[int] = range(len(dataset)) if order is None else order
+        self.ends = ends
+        """Where the batches of a batch sampler end, if they are to be kept: ``batch_size`` is then the largest."""
         self.rows: int | None = len(self.order)
         self.options = options or {}
 
@@ -65,11 +52,11 @@ class Indexed:
         if first is not None and spans and spans[0][0] == first.start and first.start + first.span <= spans[0][1]:
             yield first
             spans[0] = (first.start + first.span, spans[0][1])
-        plan = _Cuts(spans, self.batch_size, self.order)
+        plan = Cuts(spans, self.batch_size, self.order, self.ends)
         loader: Any = DataLoader(
-            cast(Any, _Tolerant(self.dataset) if self.tolerant else self.dataset),
+            cast(Any, Tolerant(self.dataset) if self.tolerant else self.dataset),
             batch_sampler=plan,
-            collate_fn=_TolerantCollate(self.collate) if self.tolerant else self.collate,
+            collate_fn=TolerantCollate(self.collate) if self.tolerant else self.collate,
             generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
             **self.options,
         )
@@ -89,7 +76,7 @@ class Indexed:
         try:
             return Batch(row, 1, self.collate([self.dataset[int(self.order[row])]]), {}, lambda: iter(()))
         except Exception as error:
-            return Batch(row, 1, None, {0: _why(error)}, lambda: iter(()))
+            return Batch(row, 1, None, {0: why(error)}, lambda: iter(()))
 
     def first(self) -> Iterator[Batch]:
         """Batches to measure with, loaded here and now."""
@@ -101,55 +88,45 @@ class Indexed:
             self.options = options
 
 
-class _Cuts:
-    """A batch sampler over spans of rows, made as it is read: its memory does not depend on the data set."""
-
-    def __init__(self, spans: list[tuple[int, int]], size: int, order: Sequence[int]) -> None:
-        self.spans, self.size, self.order = spans, size, order
-
-    def cuts(self) -> Iterator[tuple[int, int]]:
-        for first, last in self.spans:
-            for start in range(first, last, self.size):
-                yield start, min(start + self.size, last)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([int(self.order[row]) for row in range(*cut)] for cut in self.cuts())
-
-    def __len__(self) -> int:
-        return sum(-(-(last - first) // self.size) for first, last in self.spans)
-
-
 class Stream:
     """Batches in the order in which they come. ``first`` can be looked at without losing it."""
 
     kind = "stream"
     rows: int | None = None
 
-    def __init__(self, batches: Iterable[Any], batch_size: int | None = None) -> None:
-        self.batch_size = batch_size
+    def __init__(self, batches: Iterable[Any], batch_size: int | None = None, tolerant: bool = False) -> None:
+        self.batch_size, self.tolerant = batch_size, tolerant
         self._source = batches
-        self._seen: list[Any] = []
-        self._rest: Iterator[Any] | None = None
+        self._seen: list[tuple[Any, Any]] = []
+        self._rest: Iterator[tuple[Any, Any]] | None = None
 
-    def _values(self) -> Iterator[Any]:
+    def _values(self) -> Iterator[tuple[Any, Any]]:
+        """Each batch, and the same again, to take its single rows from: the model may change the first in place."""
         if self._rest is None:
-            self._rest = iter(self._source)
+            filled = (value for value in self._source if rows_in(value))
+            self._rest = ((value, copied(value) if self.tolerant else value) for value in filled)
         again, self._seen = self._seen, []
         return itertools.chain(again, self._rest)
 
     def batches(self, spans: Iterable[tuple[int, int]] = (), first: Batch | None = None) -> Iterator[Batch]:
         """Every batch from the beginning: what is not needed is passed over by the reader of this."""
         at = 0
-        for value in self._values():
-            rows = rows_in(value)
-            yield Batch(at, rows, value, {}, lambda at=at, rows=rows, value=value: _split(at, rows, value))  # type: ignore[misc]
-            at += rows
+        for value, kept in self._values():
+            yield _whole(at, value, kept)
+            at += rows_in(value)
 
     def first(self) -> Iterator[Batch]:
-        for value in self._values():
-            self._seen.append(value)
-            yield Batch(0, rows_in(value), value, {}, lambda: iter(()))
-            return
+        """Batches to measure with: copies, since the run comes to them again."""
+        at = 0
+        for value, kept in itertools.islice(self._values(), LOOK):
+            self._seen.append((value, kept))
+            yield _whole(at, copied(value), copied(kept) if self.tolerant else value)
+            at += rows_in(value)
+
+
+def _whole(at: int, value: Any, kept: Any) -> Batch:
+    rows = rows_in(kept)
+    return Batch(at, rows, value, {}, lambda: split(at, rows, kept))
 
 
 Source = Indexed | Stream
@@ -167,10 +144,10 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
     if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not _is_map(data)):
         if isinstance(data, IterableDataset):
             loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
-            return Stream(loader, batch_size or BATCH)
+            return Stream(loader, batch_size or BATCH, tolerant)
         if batch_size is None:
-            return Stream(data)
-        return Stream(_chunks(data, batch_size), batch_size)
+            return Stream(data, tolerant=tolerant)
+        return Stream(_chunks(data, batch_size), batch_size, tolerant)
     if _is_map(data):
         return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
     raise TypeError(
@@ -187,7 +164,7 @@ def _of_loader(
     loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool, options: Any
 ) -> Source:
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, loader.batch_size)
+        return Stream(loader, loader.batch_size, tolerant)
     for name in ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "pin_memory"):
         options[name] = getattr(loader, name)
     options["num_workers"] = loader.num_workers if workers is None else workers
@@ -195,10 +172,16 @@ def _of_loader(
         for name in ("timeout", "multiprocessing_context", "prefetch_factor"):
             options.pop(name)
     if loader.batch_sampler is None:
-        return Stream(loader)
+        return Stream(loader, tolerant=tolerant)
+    listed = _listed(loader)
+    ends = None
+    if loader.batch_size is None and batch_size is None:
+        ends = list(itertools.accumulate(map(len, listed or ())))
+        batch_size = max(map(len, listed or ()), default=BATCH)
     return Indexed(
         loader.dataset,
-        order=_order(loader),
+        order=None if listed is None else [row for batch in listed for row in batch],
+        ends=ends,
         batch_size=batch_size or loader.batch_size or BATCH,
         collate=loader.collate_fn,
         options=options,
@@ -206,12 +189,15 @@ def _of_loader(
     )
 
 
-def _order(loader: DataLoader[Any]) -> Sequence[int] | None:
-    """The rows of a loader in its order, which must be the same each time: else no run could be resumed."""
+def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:
+    """The rows of a loader in its order, which must be the same each time: else no run could be resumed.
+
+    As batches where a batch sampler makes them, else as one; ``None`` if they are all rows in their own order.
+    """
     if isinstance(loader.sampler, SequentialSampler) and loader.batch_size is not None:
         return None
     random = isinstance(loader.sampler, RandomSampler)
-    first, second = ([], [1]) if random else (_listed(loader), _listed(loader))
+    first, second = ([], [[1]]) if random else (_batches_of(loader), _batches_of(loader))
     if first != second:
         raise ExtractError(
             "the DataLoader gives its rows in another order each time (shuffle=True?). Features keep the order of the "
@@ -220,53 +206,14 @@ def _order(loader: DataLoader[Any]) -> Sequence[int] | None:
     return first
 
 
-def _listed(loader: DataLoader[Any]) -> list[int]:
+def _batches_of(loader: DataLoader[Any]) -> list[list[int]]:
     if loader.batch_size is not None:
-        return [int(i) for i in loader.sampler]
-    return [int(i) for batch in loader.batch_sampler or () for i in batch]
+        return [[int(i) for i in loader.sampler]]
+    batches = ([int(i) for i in batch] for batch in loader.batch_sampler or ())
+    return [batch for batch in batches if batch]
 
 
 def _chunks(data: Iterable[Any], size: int) -> Iterator[Any]:
     rows = iter(data)
     while chunk := list(itertools.islice(rows, size)):
         yield default_collate(chunk)
-
-
-def _split(start: int, rows: int, value: Any) -> Iterator[Batch]:
-    for i in range(rows):
-        one = tree.map_tensors(lambda t, i=i: t[i : i + 1] if t.dim() and len(t) == rows else t, value)  # type: ignore[misc]
-        yield Batch(start + i, 1, one, {}, lambda: iter(()))
-
-
-class _Failure(NamedTuple):
-    why: str
-
-
-class _Tolerant:
-    """A data set that hands its errors over instead of raising them."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            return _Failure(_why(error))
-
-
-class _TolerantCollate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[Any, dict[int, str]]:
-        failed = {i: sample.why for i, sample in enumerate(samples) if isinstance(sample, _Failure)}
-        good = [sample for sample in samples if not isinstance(sample, _Failure)]
-        return (self.collate(good) if good else None), failed
-
-
-def _why(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

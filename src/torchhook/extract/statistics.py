@@ -46,6 +46,8 @@ def statistics(
 ) -> Statistics:
     """One pass over a layer. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
     values = features[layer]
+    if 0 in values.column.shape:
+        raise ExtractError(f"{layer!r}: rows of shape {values.column.shape} hold no values.")
     running = _Running(covariance, bool(quantiles), top, sample)
     dims = len(values.column.shape) + values.column.ragged
     channel = (0 if dims == 3 else dims - 1) if channel is None else channel % max(1, dims)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from torchhook import tree
-from torchhook.extract import shards
-from torchhook.extract.errors import ExtractError
+from torchhook.extract import fingerprint, shards
+from torchhook.extract.batches import Batch
+from torchhook.extract.errors import ExtractError, note
 from torchhook.extract.fill import Fill, Sides, pieces
-from torchhook.extract.forward import Forward, at_rest
+from torchhook.extract.forward import Forward
 from torchhook.extract.places import Place
 from torchhook.extract.plan import Plan
+from torchhook.extract.rest import at_rest
 from torchhook.extract.slabs import HostCopies, Slab
-from torchhook.extract.sources import Batch, Source
+from torchhook.extract.sources import Source
 from torchhook.extract.writer import Done, Writer
 
 SLABS = 4
@@ -91,7 +91,7 @@ def _finish(writer: Writer, error: BaseException) -> None:
         writer.close()
     except BaseException as other:
         if other is not error:
-            _note(error, f"A shard could not be written either: {other}")
+            note(error, f"A shard could not be written either: {other}")
 
 
 class _Run:
@@ -113,7 +113,7 @@ class _Run:
             try:
                 batch = next(batches, None)
             except Exception as error:
-                _note(error, f"Raised while loading the rows after row {end - 1}." if end else "Raised by the data.")
+                note(error, f"Raised while loading the rows after row {end - 1}." if end else "Raised by the data.")
                 raise
             if batch is None:
                 break
@@ -129,11 +129,12 @@ class _Run:
         touched = range(batch.start // self.size, (end - 1) // self.size + 1)
         if len(touched) >= SLABS:
             raise ExtractError(
-                f"a batch of {batch.span} rows reaches over {len(touched)} shards of {self.size}: "
-                "rows_per_shard must not be smaller than the batches."
+                f"a batch of {batch.span} rows reaches over {len(touched)} shards of {self.size} rows; it may reach "
+                f"over {SLABS - 1} at most. rows_per_shard must be at least half of the largest batch."
             )
         stream = self.task.source.kind == "stream"
-        check = _checksum(batch.value) if stream and any(k * self.size >= batch.start for k in touched) else None
+        begun = stream and any(k * self.size >= batch.start for k in touched)
+        check = fingerprint.of_batch(batch.value) if begun else None
         for shard in touched:
             begins = shard * self.size >= batch.start
             if not self.wanted(shard):
@@ -166,7 +167,7 @@ class _Run:
             self._run(batch, slabs)
         except Exception as error:
             if not self.task.skip:
-                _note(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
+                note(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
                 raise
             for one in batch.singles() if batch.span > 1 else ():
                 self._features(one, slabs)
@@ -185,7 +186,7 @@ class _Run:
             return
         self.fill.begin(into, len(good), batch.start, task.sides.mask(batch.value))
         self.fill.sides(task.sides.of(batch.value, batch.start, good))
-        if self.head is not None and self.head.batch.value is batch.value:
+        if self.head is not None and self.head.batch[:2] == batch[:2]:
             for layer, value in self.head.values.items():
                 self.fill.features(layer, value)
             self.head = None
@@ -207,18 +208,3 @@ class _Run:
                 "of. A stream can be resumed only if it repeats its order and its values: turn "
                 "shuffling and random augmentation off, or begin again with resume=False."
             )
-
-
-def _checksum(value: Any) -> str:
-    crc = 0
-    for tensor in tree.tensors(value):
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested:
-            flat = tensor.detach().contiguous().reshape(-1)
-            crc = zlib.crc32(flat.view(torch.uint8).numpy().data, crc) if flat.numel() else crc
-    return f"{crc:08x}"
-
-
-def _note(error: BaseException, text: str) -> None:
-    add = getattr(error, "add_note", None)  # Python 3.11
-    if add is not None:
-        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")

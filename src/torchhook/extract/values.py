@@ -65,25 +65,9 @@ class Values:
         if isinstance(key, Tensor):
             key = key.cpu().numpy()
         if isinstance(key, (list, tuple, range)) or (isinstance(key, np.ndarray) and key.ndim):
-            return self.take(self._numbers(np.asarray(key)))
-        (row,) = self._numbers(np.asarray([key]))
+            return self.take(numbers(key, self._rows, self.name))
+        (row,) = numbers([key], self._rows, self.name)
         return self._one(*divmod(row, self._per_shard))
-
-    def _numbers(self, key: np.ndarray[Any, Any]) -> list[int]:
-        if key.dtype == bool:
-            if key.shape != (self._rows,):
-                raise IndexError(f"{self.name!r}: a mask of shape {key.shape} for {self._rows} rows.")
-            key = key.nonzero()[0]
-        if key.size == 0:
-            return []
-        if key.ndim != 1 or key.dtype.kind not in "iu":
-            raise TypeError(
-                f"{self.name!r}: rows are chosen by number, slice, list or mask, found {key.dtype} {key.shape}."
-            )
-        if key.min() < -self._rows or key.max() >= self._rows:
-            raise IndexError(f"{self.name!r}: row {key.max()} of {self._rows}.")
-        numbers: list[int] = np.where(key < 0, key + self._rows, key).tolist()
-        return numbers
 
     # -- reading shards --------------------------------------------------------------------------
 
@@ -187,6 +171,23 @@ class Values:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
+
+
+def numbers(key: Any, rows: int, name: str) -> list[int]:
+    """The row numbers that a list of them or a mask stands for, of so many rows."""
+    found = np.asarray(key.cpu() if isinstance(key, Tensor) else key)
+    if found.dtype == bool:
+        if found.shape != (rows,):
+            raise IndexError(f"{name!r}: a mask of shape {found.shape} for {rows} rows.")
+        found = found.nonzero()[0]
+    if found.size == 0:
+        return []
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise TypeError(f"{name!r}: rows are chosen by number, slice, list or mask, found {found.dtype} {found.shape}.")
+    if found.min() < -rows or found.max() >= rows:
+        raise IndexError(f"{name!r}: row {found.max()} of {rows}.")
+    chosen: list[int] = np.where(found < 0, found + rows, found).tolist()
+    return chosen
 
 
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchhook.extract import shards
+from torchhook.extract.errors import note
 from torchhook.extract.places import Place
 from torchhook.extract.plan import Plan
 from torchhook.extract.slabs import Slab, check_values
@@ -92,6 +93,7 @@ class Writer:
                 self._commit(slab)
             except BaseException as error:
                 # The other shards are still written: what is done is done.
+                note(error, f"Raised while shard {slab.shard} was written.")
                 self._error = self._error or error
             self._free.put(slab)
 

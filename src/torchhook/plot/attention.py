@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from torchhook.plot import style
 from torchhook.plot.overlay import draw, images
-from torchhook.plot.values import Array, Source, Value, flaws, limits, one, token_grid
+from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, number, one, token_grid
 
 _LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
 _LINE = 2.5 / 72
@@ -44,11 +44,10 @@ def attention(
     """
     value = one(source, site)
     weights = _weights(value, sample)
-    chosen = list(range(len(weights))) if heads is None else [heads] if isinstance(heads, int) else list(heads)
-    if unknown := [h for h in chosen if not -len(weights) <= h < len(weights)]:
-        raise IndexError(f"heads {unknown} are out of range: there are {len(weights)}.")
-    labels = [f"head {h % len(weights)}" if len(weights) > 1 else "" for h in chosen]
-    weights = weights[chosen]
+    wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
+    shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
+    labels = [f"head {h}" if len(weights) > 1 else "" for h in shown]
+    weights = weights[shown]
     if query is not None and not -weights.shape[1] <= query < weights.shape[1]:
         raise IndexError(f"query={query}: there are {weights.shape[1]}.")
     if image is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchhook.plot import style
-from torchhook.plot.values import Array, Source, Value, values
+from torchhook.plot.values import Array, Source, Value, doubles, values
 from torchhook.records import Recording
 
 
@@ -38,9 +38,7 @@ def statistics(
         ax.set_axis_off()
         upper, lower = ax.inset_axes((0, 0.36, 1, 0.64)), ax.inset_axes((0, 0, 1, 0.28))
     x = np.arange(len(found))
-    arrays = [_finite(value) for value in found]
-    mean, std = (np.array([f(a) if a.size else np.nan for a in arrays]) for f in (np.mean, np.std))
-    low, high = (np.array([np.percentile(a, q) if a.size else np.nan for a in arrays]) for q in (1, 99))
+    mean, std, low, high, zeros, whole = _Spread(*np.array([_spread(value) for value in found]).T)
     upper.fill_between(x, mean - std, mean + std, color=style.BLUE, alpha=0.22, linewidth=0, label="± 1 std")
     upper.plot(x, low, color=style.BLUE, linewidth=0.7, alpha=0.6, label="1st, 99th percentile")
     upper.plot(x, high, color=style.BLUE, linewidth=0.7, alpha=0.6)
@@ -48,7 +46,6 @@ def statistics(
     style.chart(upper, y="value")
     upper.tick_params(labelbottom=False)
     _robust_scale(upper, np.concatenate([low, high, mean - std, mean + std]))
-    zeros = [float((a == 0).mean()) if a.size else np.nan for a in arrays]
     lower.bar(x, zeros, color=style.SOFT, width=0.7, alpha=0.75)
     lower.set_ylim(0, 1)
     style.chart(lower, y="zeros")
@@ -56,10 +53,10 @@ def statistics(
     upper.set_xlim(-0.7, len(found) - 0.3)
     lower.set_xlim(-0.7, len(found) - 0.3)
     style.names(lower, [value.name for value in found])
-    bad = [i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()]
-    _mark(upper, lower, bad, "NaN or Inf")
-    style.legend(upper)
-    style.title(upper, "Activations over depth" if title is None else title)
+    _mark(upper, lower, np.flatnonzero(whole == 0).tolist(), "NaN or Inf")
+    head = "Activations over depth" if title is None else title
+    style.legend(upper, beside=head)
+    style.title(upper, head)
     return figure
 
 
@@ -86,8 +83,7 @@ def gradient_flow(
         found.reverse()  # gradients arrive from the last layer to the first
     figure, ax = style.single(_width(len(found)), 3.9, ax, fig)
     x = np.arange(len(found))
-    arrays = [np.abs(_finite(value)) for value in found]
-    mean, top = (np.array([float(f(a)) if a.size else 0.0 for a in arrays]) for f in (np.mean, np.max))
+    mean, top, whole = np.array([_size(value) for value in found]).T
     floor = min((m for m in mean if m > 0), default=1e-12) / 10
     ax.bar(x, np.maximum(top, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.22, width=0.8, label="largest")
     ax.bar(x, np.maximum(mean, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.9, width=0.8, label="mean")
@@ -96,19 +92,44 @@ def gradient_flow(
     style.chart(ax, y="|gradient|")
     ax.set_xlim(-0.7, len(found) - 0.3)
     style.names(ax, [value.name.removesuffix(":grad") for value in found])
-    dead = [i for i, m in enumerate(top) if m == 0]
-    broken = [
-        i for i, (value, array) in enumerate(zip(found, arrays, strict=True)) if array.size < value.tensor.numel()
-    ]
-    _mark(ax, ax, sorted({*dead, *broken}), "zero, NaN or Inf")
-    style.legend(ax)
-    style.title(ax, "Gradient flow" if title is None else title)
+    _mark(ax, ax, np.flatnonzero((top == 0) | (whole == 0)).tolist(), "zero, NaN or Inf")
+    head = "Gradient flow" if title is None else title
+    style.legend(ax, beside=head)
+    style.title(ax, head)
     return figure
 
 
-def _finite(value: Value) -> Array:
-    array: Array = value.tensor.numpy().ravel()
-    return array[np.isfinite(array)]
+class _Spread(NamedTuple):
+    """How the finite values of a layer, or of one layer after another, are spread."""
+
+    mean: Any
+    std: Any
+    low: Any
+    high: Any
+    zeros: Any
+    whole: Any
+    """Whether all values are finite."""
+
+
+def _spread(value: Value) -> _Spread:
+    array, whole = _finite(value)
+    if not array.size:
+        return _Spread(np.nan, np.nan, np.nan, np.nan, np.nan, whole)
+    low, high = np.percentile(array, [1, 99])
+    return _Spread(array.mean(), array.std(), low, high, (array == 0).mean(), whole)
+
+
+def _size(value: Value) -> tuple[float, float, bool]:
+    """The mean and the largest magnitude of the finite values, and whether all are."""
+    array, whole = _finite(value)
+    sizes = np.abs(array)
+    return (float(sizes.mean()), float(sizes.max()), whole) if array.size else (0.0, 0.0, whole)
+
+
+def _finite(value: Value) -> tuple[Array, bool]:
+    array = doubles(value.tensor)
+    finite = array[np.isfinite(array)]
+    return finite, finite.size == array.size
 
 
 def _width(count: int) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from torchhook.plot import style
-from torchhook.plot.values import Array, Maps, Source, flaws, limits, maps, values
+from torchhook.plot.values import Array, Maps, Source, chosen, flaws, limits, maps, number, values
 
 _REDUCTIONS = {
     "mean": lambda array: array.mean(0),
@@ -43,8 +43,9 @@ def feature_maps(
     ``reduce="mean"`` averages the channels and shows the result from its smallest to its largest value; ``"max"`` and
     ``"norm"`` are the others. Of a recording of several layers, each is reduced to its mean. ``channels`` is how many
     are shown at most, spread evenly, or which. Colours leave out ``clip`` percent at either end, 1 unless reduced.
-    Tokens are laid out on their grid and channels-last maps are turned; ``layout`` (``"channels_first"``,
-    ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes wrong.
+    Tokens are laid out on their grid, and maps that look like channels last (7 × 7 × 96) are turned, which the title
+    then says; ``layout`` (``"channels_first"``, ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes
+    wrong.
     """
     found = values(source, site)
     if reduce is not None and reduce not in _REDUCTIONS:
@@ -55,10 +56,10 @@ def feature_maps(
     else:
         value = found[0]
         seen = maps(value, sample, layout, grid)
-        chosen = _channels(len(seen.array), channels)
-        pictures = [(str(i) if len(seen.array) > 1 else "", Maps(seen.array[i], flat=seen.flat)) for i in chosen]
-        some = f"{len(chosen)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
-        head = " · ".join(part for part in (value.name, some, seen.note) if part)
+        shown = _channels(len(seen.array), channels)
+        pictures = [(str(i) if len(seen.array) > 1 else "", Maps(seen.array[i], flat=seen.flat)) for i in shown]
+        some = f"{len(shown)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
+        head = " · ".join(part for part in (value.name, some, seen.assumed, seen.note) if part)
         clip = 1.0 if clip is None else clip
     shape = float(np.median([_aspect(m) for _, m in pictures]))
     head = head if title is None else title
@@ -70,10 +71,10 @@ def feature_maps(
         columns=columns,
         shape=shape,
         head=bool(head),
-        titles=any(name or flaws(picture.array) for name, picture in pictures),
+        titles=any(name or _remark(picture) for name, picture in pictures),
     )
     for (name, picture), panel in zip(pictures, axes, strict=True):
-        style.title(panel, style.caption(panel, name, flaws(picture.array)), small=True)
+        style.title(panel, style.caption(panel, name, _remark(picture)), small=True)
         _draw(panel, picture, cmap, clip)
     if head and ax is None:
         style.heading(figure, head)
@@ -97,17 +98,20 @@ def _draw(ax: Any, picture: Maps, cmap: str, clip: float) -> None:
 
 def _reduced(seen: Maps, reduce: str) -> Maps:
     array: Array = seen.array[0] if len(seen.array) == 1 else _REDUCTIONS[reduce](seen.array)
-    return Maps(array, seen.note, seen.flat)
+    return seen._replace(array=array)
+
+
+def _remark(picture: Maps) -> str:
+    return ", ".join(part for part in (picture.assumed, flaws(picture.array)) if part)
 
 
 def _channels(count: int, wanted: int | Sequence[int]) -> list[int]:
-    if not isinstance(wanted, int):
-        if unknown := [i for i in wanted if not -count <= i < count]:
-            raise IndexError(f"channels {unknown} are out of range: there are {count}.")
-        return [i % count for i in wanted]
-    if wanted < 1:
+    most = number(wanted)
+    if most is None:
+        return chosen(cast("Sequence[int]", wanted), count, "channels")
+    if most < 1:
         raise ValueError(f"channels={wanted}: give a positive number, or a list of channels.")
-    return [int(i) for i in np.linspace(0, count - 1, min(count, wanted)).round()]
+    return [int(i) for i in np.linspace(0, count - 1, min(count, most)).round()]
 
 
 def _aspect(picture: Maps) -> float:

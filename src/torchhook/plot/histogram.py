@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchhook.plot import style
-from torchhook.plot.values import Array, Source, Value, flaws, limits, values
+from torchhook.plot.values import Array, Source, Value, doubles, flaws, limits, values
 
 
 def histogram(
@@ -39,9 +39,9 @@ def histogram(
 
 def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
     figure, ax = style.single(5.6, 3.2, ax, fig)
-    array = value.tensor.numpy().ravel()
+    array = doubles(value.tensor)
     finite = array[np.isfinite(array)]
-    low, high = limits(finite, clip)
+    low, high = _room(*limits(finite, clip), bins)
     heights, edges = np.histogram(finite, bins=bins, range=(low, high))
     ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
     style.chart(ax, "value", "count")
@@ -64,16 +64,15 @@ def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, 
 
 def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
     figure, ax = style.single(7.2, min(max(0.3 * len(found) + 1.1, 2.6), 14), ax, fig)
-    arrays = [value.tensor.numpy().ravel() for value in found]
-    arrays = [array[np.isfinite(array)] for array in arrays]
     # One layer with huge values must not press all the others into a line: the median layer sets the scale.
-    spans = np.array([limits(array, clip) for array in arrays if array.size] or [(0.0, 1.0)])
-    low, high = np.minimum(np.percentile(spans[:, 0], 15), 0), np.percentile(spans[:, 1], 85)
-    edges = np.linspace(low, high if high > low else low + 1, bins + 1)
+    spans = np.array([limits(value.tensor.numpy(), clip) for value in found])
+    low, high = min(float(np.percentile(spans[:, 0], 15)), 0.0), float(np.percentile(spans[:, 1], 85))
+    edges = np.linspace(*_room(low, high if high > low else low + 1, bins), bins + 1)
     middle = (edges[:-1] + edges[1:]) / 2
     colors = style.colormap("viridis")(np.linspace(0.08, 0.82, len(found)))
-    for row, array in enumerate(arrays):
-        heights = _heights(array, edges, log)
+    for row, value in enumerate(found):
+        array = doubles(value.tensor)
+        heights = _heights(array[np.isfinite(array)], edges, log)
         base = -float(row)
         ax.fill_between(middle, base, base + heights, color=colors[row], alpha=0.85, linewidth=0, zorder=row + 2)
         ax.plot(middle, base + heights, color="white", linewidth=0.8, zorder=row + 2)
@@ -88,6 +87,15 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     ax.tick_params(axis="y", labelcolor=style.INK)
     style.title(ax, f"{len(found)} layers" if title is None else title)
     return figure
+
+
+def _room(low: float, high: float, bins: int) -> tuple[float, float]:
+    """A range that so many bins can be told apart in, however large its numbers are."""
+    needed = 2 * bins * float(np.spacing(max(abs(low), abs(high))))
+    if high - low >= needed:
+        return low, high
+    middle = low + (high - low) / 2
+    return middle - needed / 2, middle + needed / 2
 
 
 def _heights(array: Array, edges: Array, log: bool) -> Array:

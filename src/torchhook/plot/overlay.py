@@ -15,6 +15,7 @@ from torchhook.plot.values import Array, flaws, limits
 
 _MEAN, _STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
 _NEAR = 0.02
+_BYTES = 64  # bytes go further than this, unless the picture is nearly black
 
 
 def overlay(
@@ -97,8 +98,13 @@ def images(image: Any) -> list[Array]:
 
 
 def _unit(image: Array) -> Array:
-    """An image in [0, 1], by the likeliest of the usual scales."""
-    for candidate in (image, (image + 1) / 2, image * _STD + _MEAN, image / 255):
+    """An image in [0, 1], by the likeliest of the usual scales; stretched where none of them is likely."""
+    candidates = [image]
+    if image.min() < 0:
+        candidates += [(image + 1) / 2, image * _STD + _MEAN]
+    elif image.max() > _BYTES:
+        candidates += [image / 255]
+    for candidate in candidates:
         if candidate.min() >= -_NEAR and candidate.max() <= 1 + _NEAR:
             return np.clip(candidate, 0, 1)
     low, high = limits(image, clip=0.1)

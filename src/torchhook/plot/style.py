@@ -116,7 +116,8 @@ def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
     """An axes for a chart: two spines, a faint grid behind."""
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.7)
-    ax.tick_params(labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=3)
+    ax.tick_params(which="both", labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=3)
+    ax.tick_params(which="minor", length=1.5)
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(axis=grid, color=FAINT, linewidth=0.7)
@@ -185,10 +186,13 @@ def names(
         ax.set_yticks([places[i] for i in ticks], shown, fontsize=letters)
 
 
-def legend(ax: Axes, handles: Sequence[Any] | None = None) -> None:
-    """A legend above the right end of a chart, or inside a narrow one."""
+def legend(ax: Axes, handles: Sequence[Any] | None = None, beside: str = "") -> None:
+    """A legend above the right end of a chart, where there is room for it beside the title; else inside."""
     options: dict[str, Any] = {} if handles is None else {"handles": handles}
-    if size(ax)[0] >= 4.2:
+    labels = ax.get_legend_handles_labels()[1] if handles is None else [handle.get_label() for handle in handles]
+    # Letters of the legend, with its handles and gaps, and those of the title. Laid out, the chart is a little wider.
+    wide = sum(0.55 * len(label) + 3.2 for label in labels) * SMALL / 72 + 0.6 * len(beside) * TITLE / 72
+    if size(ax)[0] >= max(4.2, wide / 1.15):
         options |= {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 4, "borderaxespad": 0.1, "frameon": False}
     else:
         options |= {"loc": "best", "frameon": True, "framealpha": 0.8, "edgecolor": "none"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +21,7 @@ Array: TypeAlias = NDArray[Any]
 
 _PREFIXES = (0, 1, 2, 5)  # none, class token, distillation token too, class token and four registers
 _LEAST_SIDE = 7
+_MANY_CHANNELS = 4  # times the side of a map
 
 
 class Value(NamedTuple):
@@ -95,6 +97,8 @@ class Maps(NamedTuple):
     note: str = ""
     flat: bool = False
     """Whether the picture is not one of places: a vector, or tokens by channels."""
+    assumed: str = ""
+    """What the shape alone spoke for, and nobody said."""
 
 
 def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequence[int] | None = None) -> Maps:
@@ -109,13 +113,13 @@ def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequenc
         return Maps(tensor.reshape(1, 1, -1).numpy(), f"{tensor.numel()} values", flat=True)
     if tensor.dim() == 2:
         return _plane(tensor, value.recorded or value.tensor.dim() == 3, grid, layout)
-    note = ""
-    if layout == "channels_last" or (layout is None and _is_channels_last(tensor.shape)):
+    note, assumed = "", "channels last" if layout is None and looks_channels_last(tensor.shape) else ""
+    if layout == "channels_last" or assumed:
         tensor = tensor.movedim(-1, 0)
     while tensor.dim() > 3:
         note = f"slice {tensor.shape[1] // 2} of {tensor.shape[1]}"
         tensor = tensor[:, tensor.shape[1] // 2]
-    return Maps(tensor.numpy(), note)
+    return Maps(tensor.numpy(), note, assumed=assumed)
 
 
 def _sample(tensor: Tensor, sample: int) -> Tensor:
@@ -160,16 +164,30 @@ def _is_batch(value: Value, layout: str | None) -> bool:
     return shape[0] == 1 or layout == "tokens" or tokens
 
 
-def _is_channels_last(shape: Sequence[int]) -> bool:
-    """Whether the last dimension is the odd one out, and not the first: places are about square."""
-
-    def uneven(places: Sequence[int]) -> float:
-        return max(places) / max(min(places), 1)
-
-    return uneven(shape[:-1]) < uneven(shape[1:])
-
-
 # -- numbers ----------------------------------------------------------------------------------------
+
+
+def number(value: Any) -> int | None:
+    """A whole number of Python, numpy or torch as Python's; ``None`` for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def chosen(wanted: Iterable[Any], count: int, what: str) -> list[int]:
+    """Which of ``count`` are wanted, counted from the end too."""
+    found = list(wanted)
+    whole = [n for n in map(number, found) if n is not None and -count <= n < count]
+    if len(whole) < len(found):
+        raise IndexError(f"{what} {[n for n in found if number(n) not in whole]} are out of range: there are {count}.")
+    return [n % count for n in whole]
+
+
+def doubles(tensor: Tensor) -> Array:
+    """All values in a row, in double precision: the sums and squares of large ones do not fit into less."""
+    array: Array = tensor.double().numpy().ravel()
+    return array
 
 
 def limits(array: Array, clip: float = 1.0, centre: bool = False) -> tuple[float, float]:
@@ -177,7 +195,7 @@ def limits(array: Array, clip: float = 1.0, centre: bool = False) -> tuple[float
 
     ``centre`` makes it symmetric about zero.
     """
-    finite = array[np.isfinite(array)]
+    finite = array[np.isfinite(array)].astype(np.float64)
     if not finite.size:
         return 0.0, 1.0
     low, high = (float(v) for v in np.percentile(finite, [clip, 100 - clip]))
@@ -186,7 +204,8 @@ def limits(array: Array, clip: float = 1.0, centre: bool = False) -> tuple[float
     if centre:
         low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
     if low == high:
-        return low - 0.5, high + 0.5
+        room = max(0.5, abs(low) * 1e-3)
+        return low - room, high + room
     return low, high
 
 
@@ -201,3 +220,12 @@ def flaws(array: Array) -> str:
     if finite.size > 1 and finite.min() == finite.max():
         said.append(f"constant {float(finite.flat[0]):.3g}")
     return ", ".join(said)
+
+
+def looks_channels_last(shape: Sequence[int]) -> bool:
+    """Whether the shape of one example speaks for channels last by itself: a square, and far more channels than sides.
+
+    >>> looks_channels_last((7, 7, 96)), looks_channels_last((64, 64, 128))
+    (True, False)
+    """
+    return len(shape) >= 3 and shape[-3] == shape[-2] and shape[-1] >= _MANY_CHANNELS * max(shape[:-1])

@@ -15,6 +15,7 @@ from torchhook import running, tree
 from torchhook._version import __version__
 from torchhook.attention import NoAttentionError, attention
 from torchhook.cam import cam
+from torchhook.cam.methods import known_method
 from torchhook.report import inputs as shown
 from torchhook.report import pictures
 from torchhook.report.facts import Layer, Page, Picture, Token, Weight
@@ -52,6 +53,8 @@ def collect(
     >>> [(layer.path, layer.calls[0].shape) for layer in page.layers]
     [('', '(1, 4)'), ('0', '(1, 4)'), ('1', '(1, 4)')]
     """
+    if cam is not None:
+        known_method(cam)
     index = Index(model)
     lazy = [name for name, (m, own) in index.tensors.items() if torch.nn.parameter.is_lazy(getattr(m, own))]
     if lazy:
@@ -73,15 +76,20 @@ def collect(
         if attention:
             _attention(model, given, index, layers, numbers_of, view, notes)
         again()
-        picture = shown.picture(image, shown.image_tensor(given))
-        if picture is not None and cam is not None:
-            _overlay(model, x, found, cam, cam_layer, classes, picture, notes)
+        tensor = shown.image_tensor(given)
+        picture = shown.picture(image, tensor)
+        if picture is not None and callable(target) and tensor is not None and len(tensor) > 1:
+            notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
+        elif picture is not None and cam is not None:
+            _overlay(model, x, target, found, cam, cam_layer, classes, picture, notes)
     for layer in layers:
         layer.seconds = times.get(layer.path)
         if layer.shared_with is not None:
             first = layers[layer.shared_with]
             layer.ran, layer.seconds, layer.silent = first.ran, first.seconds, first.silent
-    text = found.text if found.label is None else found.text.replace(f"class {found.label}", _label(found, classes))
+    text = found.text
+    if found.label is not None:
+        text = text.replace(f"class {found.label}", name_of(found.label, classes))
     return Page(
         title=title or type(index.modules[""]).__name__,
         model=type(index.modules[""]).__name__,
@@ -171,6 +179,7 @@ def _attention(
 def _overlay(
     model: nn.Module,
     x: Any,
+    target: Target,
     found: Score,
     method: str,
     layer: str | None,
@@ -179,17 +188,14 @@ def _overlay(
     notes: list[str],
 ) -> None:
     try:
-        made = cam(model, x, found.label, layer=layer, method=method)
+        made = cam(model, x, target if callable(target) else found.label, layer=layer, method=method)
         if not bool(made.map.isfinite().all()):
             raise ValueError(f"it is not finite at {made.layer}.")
         picture.overlay = pictures.heat(made.map[0].detach(), picture.width, picture.height)
-        picture.caption = f"{method} of {_label(found, classes)} at {made.layer}"
+        said = found.text if isinstance(made.target, str) else name_of(made.target[0], classes)
+        picture.caption = f"{method} of {said} at {made.layer}"
     except Exception as error:  # a page without this picture is better than no page
         notes.append(f"No class activation map: {error}")
-
-
-def _label(found: Score, classes: Sequence[str] | None) -> str:
-    return found.text if found.label is None else name_of(found.label, classes)
 
 
 def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None, sums: list[float]) -> list[Token]:

@@ -17,6 +17,7 @@ from torchhook.report.facts import Picture, Token
 from torchhook.tree import Inputs
 
 _SIDE = 448
+_BYTES = 64  # bytes go further than this, unless the picture is nearly black
 _TOKENS = 512
 
 
@@ -57,17 +58,17 @@ def _last(image: Tensor) -> Tensor:
 
 
 def _pixels(image: Tensor) -> Any:
-    """Undo the usual normalisations: none, [-1, 1], or the means of ImageNet."""
+    """Undo the usual normalisations: none, bytes, [-1, 1], or the means of ImageNet; else stretch what there is."""
     image = image.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
     low, high = float(image.min()), float(image.max())
-    if low >= 0 and high > 1.5:
+    if low >= 0 and _BYTES < high <= 255:
         image = image / 255
     elif low < 0 and low >= -1.001 and high <= 1.001:
         image = (image + 1) / 2
     elif low < 0 and image.shape[0] == 3:
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         image = image * std[:, None, None] + mean[:, None, None]
-    elif low < 0:
+    elif low < 0 or high > 1.02:
         image = (image - low) / max(high - low, 1e-12)
     return _last(image).clamp(0, 1).mul(255).round().byte().numpy()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,8 @@ _SAMPLE = 20_000  # a quantile needs a sort, and more values hardly move it
 _MANY_ZEROS = 0.1
 
 
-def numbers(tensor: Tensor) -> Numbers | None:
-    """Statistics of a tensor, or ``None`` if it has no values to look at.
+def numbers(tensor: Tensor, last: bool | None = None) -> Numbers | None:
+    """Statistics of a tensor, or ``None`` if it has no values to look at; ``last`` says whether channels are last.
 
     >>> found = numbers(torch.tensor([0.0, 1.0, 2.0, float("nan")]))
     >>> found.mean, found.nans, found.elements
@@ -28,7 +30,7 @@ def numbers(tensor: Tensor) -> Numbers | None:
     finite = flat.isfinite()
     good = flat if bool(finite.all()) else flat[finite]
     infs = size - nans - good.numel()
-    dead, channels = dead_channels(tensor)
+    dead, channels = dead_channels(tensor, last)
     if not good.numel():
         return Numbers(size, None, None, None, None, None, 0.0, nans, infs, [], 0.0, 0.0, False)
     zeros = int((good == 0).sum())
@@ -61,14 +63,15 @@ def _histogram(values: Tensor) -> tuple[list[int], float, float]:
     if not low < high:
         low, high = float(values.min()), float(values.max())
     if not low < high:
-        low, high = low - 0.5, high + 0.5
+        room = max(0.5, abs(low) * 1e-3)
+        low, high = low - room, high + room
     counts = torch.histc(values.clamp(low, high), BINS, low, high)
     return [int(count) for count in counts.tolist()], low, high
 
 
-def dead_channels(tensor: Tensor) -> tuple[int, int]:
+def dead_channels(tensor: Tensor, last: bool | None = None) -> tuple[int, int]:
     """How many channels are zero at every position of every sample, and how many channels there are."""
-    channels = channels_first(tensor)
+    channels = channels_first(tensor, last)
     if channels is None:
         return 0, 0
     return int((channels == 0).all(1).sum()), channels.shape[0]
@@ -78,7 +81,8 @@ def rms(tensor: Tensor | None) -> float | None:
     """The root mean square of a tensor."""
     if tensor is None or not measurable(tensor):
         return None
-    found = float(flatten(tensor).square().mean().sqrt())
+    flat = flatten(tensor)
+    found = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / math.sqrt(flat.numel())
     return found if found == found and abs(found) != float("inf") else None
 
 

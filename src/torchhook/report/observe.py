@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchhook import tree
 from torchhook.report import pictures
 from torchhook.report.facts import Call, Layer
+from torchhook.report.layout import Channels
 from torchhook.report.measure import dtype, numbers, rms
 from torchhook.report.score import Score, Target, score
 from torchhook.select import Index, is_callable
@@ -49,12 +50,14 @@ def observe(
 ) -> tuple[Any, Score, list[float]]:
     """Run the model, fill in the layers, and return its output, its score, and how much that hangs on each token."""
     session = Session(model, index=index, warn=False)
+    channels = Channels(given)
+    channels.watch(session)
     sums: list[float] = []
     order = itertools.count()
     for key, number in numbers_of.items():
         module = index.distinct[key]
         if is_callable(module):
-            site, looker = Site(layers[number].path), _Looker(layers[number], view, order, sums)
+            site, looker = Site(layers[number].path), _Looker(layers[number], module, view, channels, order, sums)
             session.look(Place(site, module), looker.value)
             if gradients:
                 session.look(Place(site._replace(port="grad"), module), looker.gradient)
@@ -128,9 +131,13 @@ def _some_gradient(model: nn.Module, leaves: list[Tensor], gradients: bool) -> I
 class _Looker:
     """Takes the numbers and pictures of what passes one layer, on the spot: nothing of it is kept."""
 
-    def __init__(self, layer: Layer, view: View, order: Iterator[int], sums: list[float]) -> None:
+    def __init__(
+        self, layer: Layer, module: nn.Module, view: View, channels: Channels, order: Iterator[int], sums: list[float]
+    ) -> None:
         self._layer = layer
+        self._module = module
         self._view = view
+        self._channels = channels
         self._order = order
         self._sums = sums
 
@@ -151,9 +158,10 @@ class _Looker:
         if tensor is not None:
             self._view.tokens = max(self._view.tokens, tensor.shape[1] if tensor.dim() == 3 else 0)
             with torch.no_grad():
-                seen.value = numbers(tensor)
+                last, view = self._channels.last(self._module, tensor), self._view
+                seen.value = numbers(tensor, last)
                 if seen.value is not None:
-                    seen.maps = pictures.feature_maps(tensor, self._view.patches, self._view.maps, self._view.side)
+                    seen.maps = pictures.feature_maps(tensor, view.patches, view.maps, view.side, last)
         self._layer.calls.append(seen)
 
     def gradient(self, value: Any, call: int) -> None:
@@ -165,7 +173,7 @@ class _Looker:
         if tensor is None:
             return
         with torch.no_grad():
-            seen.gradient = numbers(tensor)
+            seen.gradient = numbers(tensor, self._channels.last(self._module, tensor))
             if tensor.dim() == 3:
                 # Gradients arrive last layer first: what stays is the one nearest to the input.
                 self._sums[:] = tensor[0].float().norm(dim=-1).tolist()

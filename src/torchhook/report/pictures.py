@@ -60,17 +60,21 @@ def sprite(maps: Tensor, labels: Sequence[str], what: str, side: int) -> Sprite:
     return Sprite(_indexed(pixels), columns, width, height, list(labels), what)
 
 
-def feature_maps(value: Tensor, patches: bool, number: int, side: int) -> Sprite | None:
-    """The strongest channels of the first sample, or all of a value that has no maps as one picture."""
+def feature_maps(value: Tensor, patches: bool, number: int, side: int, last: bool | None = None) -> Sprite | None:
+    """The strongest channels of the first sample, or all of a value that has no maps as one picture.
+
+    ``last`` says whether channels are the last dimension, where that is known.
+    """
     if not value.numel() or value.is_complex() or value.dim() == 0:
         return None
     value = value.dequantize() if value.is_quantized else value.detach().float()
-    maps = maps_of(value, patches)
+    maps = maps_of(value, patches, last)
     if maps is None:
         return _matrix(value, side)
     finite = maps.nan_to_num(0.0, 0.0, 0.0)
     order = finite.flatten(1).std(1, correction=0).argsort(descending=True, stable=True)[:number]
-    chosen = torch.cat([finite.mean(0, keepdim=True), maps[order]])
+    mean = torch.where(maps.isfinite(), maps, torch.nan).nanmean(0, keepdim=True)
+    chosen = torch.cat([mean, maps[order]])
     labels = ["mean", *(f"channel {int(i)}" for i in order)]
     which = (
         f"the {len(order)} of {len(maps)} channels" if len(order) < len(maps) else f"all {len(maps)} channels, those"

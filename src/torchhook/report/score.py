@@ -17,7 +17,7 @@ class Score(NamedTuple):
     value: Tensor | None
     text: str
     label: int | None = None
-    """The class it is of, where it is of one."""
+    """The class it is of, where it is of one; that of the first sample, where each has its own."""
 
 
 def score(output: Any, target: Target) -> Score:
@@ -44,8 +44,11 @@ def score(output: Any, target: Target) -> Score:
         raise ValueError(f"target={target}: the model has {classes} classes, 0 to {classes - 1}.")
     chosen = logits.argmax(-1) if target is None else torch.full_like(logits[:, 0], target, dtype=torch.long)
     label = int(chosen[0]) % classes
-    where = "" if len(logits) == 1 else ", summed over the batch"
-    text = f"class {label}" + (", the most likely" if target is None else "") + where
+    if target is not None:
+        text = f"class {label}"
+    else:
+        text = f"class {label}, the most likely" if len(logits) == 1 else "each sample's most likely class"
+    text += "" if len(logits) == 1 else ", summed over the batch"
     return Score(logits.gather(-1, chosen[:, None] % classes).sum(), text, label)
 
 

@@ -142,7 +142,7 @@ class Detail {
       bar.addEventListener("click", () => this.go(i));
       chart.append(bar);
     });
-    return el("section", {}, el("h3", {}, "Time", el("small", {}, `of ${leaves.length} layers without children, first to last; the slowest takes ${format.time(most)}`)), el("div", { class: "card" }, chart));
+    return el("section", {}, el("h3", {}, "Time", el("small", {}, `of ${leaves.length} ${leaves.length === 1 ? "layer" : "layers"} without children, first to last; the slowest takes ${format.time(most)}`)), el("div", { class: "card" }, chart));
   }
 }
 
