@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook.cam import LayoutError, cam
-from torchhook.cam.layout import infer, looks_channels_last
+from torchhook.cam.layout import infer
 from torchhook.cam.result import stretch, upsample
 
 
@@ -167,10 +167,3 @@ def test_time_may_be_thinned_out_less_than_space() -> None:
     assert str(infer((1, 64, 16, 7, 7), (16, 224, 224), 1)) == "channels first 16×7×7"
     assert str(infer((1, 8, 7, 7, 768), (16, 224, 224), 1)) == "channels last 8×7×7"
     assert str(infer((1, 393, 96), (16, 224, 224), 1, [(8, 56, 56)])) == "tokens 8×7×7 after 1 prefix token"
-
-
-def test_only_a_square_with_many_channels_looks_like_channels_last() -> None:
-    assert looks_channels_last((28, 28, 192))
-    assert looks_channels_last((8, 7, 7, 768))
-    for shape in ((64, 64, 128), (64, 32, 32), (3, 8, 64), (96, 7, 7), (5, 5)):
-        assert not looks_channels_last(shape)

@@ -9,7 +9,19 @@ from torch import Tensor
 
 import torchhook as th
 from torchhook.errors import MissingRecordError
-from torchhook.plot.values import Value, chosen, first, flaws, limits, maps, number, one, token_grid, values
+from torchhook.plot.values import (
+    Value,
+    chosen,
+    first,
+    flaws,
+    limits,
+    looks_channels_last,
+    maps,
+    number,
+    one,
+    token_grid,
+    values,
+)
 
 
 def recorded(tensor: Tensor) -> Value:
@@ -197,3 +209,10 @@ def test_whole_numbers_are_those_of_numpy_and_torch_too() -> None:
     assert chosen([np.int64(0), -1], 3, "heads") == [0, 2]
     with pytest.raises(IndexError, match=r"heads \[0.5\] are out of range"):
         chosen([0.5], 3, "heads")
+
+
+def test_only_a_square_with_many_channels_looks_like_channels_last() -> None:
+    assert looks_channels_last((28, 28, 192))
+    assert looks_channels_last((8, 7, 7, 768))
+    for shape in ((64, 64, 128), (64, 32, 32), (3, 8, 64), (96, 7, 7), (5, 5)):
+        assert not looks_channels_last(shape)
