@@ -1669,3 +1669,13 @@ def _names_outside_script(model: nn.Module) -> dict[str, nn.Module]:
 def ScriptedPart() -> nn.Module:
     scripted = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
     return nn.Sequential(nn.Linear(4, 4), scripted, nn.Identity(), nn.Hardtanh(0.1, 0.2, inplace=True))
+
+
+class Merges(nn.Linear):
+    """Like a LoRA layer: its own ``train`` merges weights for evaluation."""
+
+    def train(self, mode: bool = True) -> Merges:
+        if mode != self.training:
+            with torch.no_grad():
+                self.weight += -1 if mode else 1
+        return super().train(mode)

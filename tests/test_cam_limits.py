@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models import Merges
 from torchhook.cam import LayoutError, cam
 from torchhook.cam.layout import infer
 from torchhook.cam.result import stretch, upsample
@@ -167,3 +168,11 @@ def test_time_may_be_thinned_out_less_than_space() -> None:
     assert str(infer((1, 64, 16, 7, 7), (16, 224, 224), 1)) == "channels first 16×7×7"
     assert str(infer((1, 8, 7, 7, 768), (16, 224, 224), 1)) == "channels last 8×7×7"
     assert str(infer((1, 393, 96), (16, 224, 224), 1, [(8, 56, 56)])) == "tokens 8×7×7 after 1 prefix token"
+
+
+def test_a_models_own_train_method_is_not_called() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), Merges(4, 2))
+    weight = model[3].weight.detach().clone()
+    cam(model, torch.randn(1, 3, 16, 16), 1, layer="0")
+    assert torch.equal(model[3].weight, weight)
+    assert model[3].training

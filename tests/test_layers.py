@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.models import Merges
 from torchhook.errors import SelectorError
 from torchhook.layers import Layer, ops
 
@@ -232,16 +233,6 @@ def test_the_run_for_the_shapes_changes_neither_inputs_nor_buffers_nor_random_nu
 )
 def test_inputs_may_be_any_mapping_or_a_tuple(inputs: Any) -> None:
     assert th.layers(Writes(), inputs=inputs)["relu"].shape == "(2,)"
-
-
-class Merges(nn.Linear):
-    """Like a LoRA layer: its own ``train`` merges weights for evaluation."""
-
-    def train(self, mode: bool = True) -> Merges:
-        if mode != self.training:
-            with torch.no_grad():
-                self.weight += -1 if mode else 1
-        return super().train(mode)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook.running import arguments, call, random_numbers, undisturbed
+from torchhook.running import arguments, call, evaluating, random_numbers, undisturbed
 from torchhook.tree import Inputs
 
 
@@ -86,3 +86,18 @@ def test_an_error_passes_after_everything_is_back() -> None:
         fail()
     assert model.norm.num_batches_tracked.item() == 0
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_evaluation_mode_ends_with_the_block_however_it_ends() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU())
+    model[1].training = False
+    modes = []
+
+    def fail() -> None:
+        modes.extend(module.training for module in model.modules())
+        raise KeyError
+
+    with pytest.raises(KeyError), evaluating(model):
+        fail()
+    assert modes == [False, False, False]
+    assert [module.training for module in model.modules()] == [True, True, False]

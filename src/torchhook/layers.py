@@ -163,14 +163,6 @@ def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[int, str]:
     session = Session(model, index=index, warn=False)
     targets = {i: Target(Site(index.names(m)[0]), m) for i, m in index.distinct.items() if is_callable(m)}
     session.record(targets.values(), Keep(transform=tree.describe), max_records=1)
-    modes = [(module, module.training) for module in model.modules()]
-    with running.undisturbed(model), torch.no_grad():
-        try:
-            for module, _ in modes:
-                module.training = False  # not eval(): a model's own may do more than that, merge weights for one
-            with session as recording:
-                running.call(model, given)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    with running.undisturbed(model), running.evaluating(model), torch.no_grad(), session as recording:
+        running.call(model, given)
     return {i: recording.all(t.site)[-1] for i, t in targets.items() if t.site in recording}

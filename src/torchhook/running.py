@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,24 @@ def random_numbers() -> Callable[[], None]:
             torch.cuda.set_rng_state_all(cuda)
 
     return restore
+
+
+def set_evaluation(modules: Iterable[nn.Module]) -> None:
+    """Evaluation mode, and nothing else: a model's own ``eval`` may do more, merge weights for one."""
+    for module in modules:
+        module.training = False
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and every module of it as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        set_evaluation(module for module, _ in modes)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextlib.contextmanager

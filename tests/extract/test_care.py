@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.models import Merges
 from torchhook.errors import SelectorError
 from torchhook.extract import ExtractError, StoreMismatchError, extract, open_features, rest, run
 from torchhook.extract import disk as disk_module
@@ -282,3 +283,12 @@ def test_an_error_of_the_disk_names_the_file_and_says_what_is_safe(tmp_path, mon
         E(same(), X, "0", tmp_path, rows_per_shard=5)
     if hasattr(caught.value, "__notes__"):
         assert sum("Committed shards are safe" in note for note in caught.value.__notes__) == 1
+
+
+def test_a_models_own_train_method_is_not_called(tmp_path):
+    model = nn.Sequential(Merges(3, 4), nn.Dropout(0.5))
+    expected = nn.functional.linear(X, model[0].weight, model[0].bias).detach()
+    weight = model[0].weight.detach().clone()
+    torch.testing.assert_close(E(model, X, "1", tmp_path)["1"][:], expected)
+    assert torch.equal(model[0].weight, weight)
+    assert model[0].training

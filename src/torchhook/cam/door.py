@@ -106,14 +106,8 @@ def _one(index: Index, layer: Selector) -> Target:
 @contextlib.contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
     """Eval mode, whatever the caller's gradient mode; everything as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.inference_mode(False), torch.no_grad(), running.undisturbed(model):
-        try:
-            model.eval()
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    with torch.inference_mode(False), torch.no_grad(), running.undisturbed(model), running.evaluating(model):
+        yield
 
 
 def _first_score(target: Goal, examples: int) -> Callable[[Any], Tensor]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from torchhook import running
 from torchhook.extract.errors import ExtractError
 
 
@@ -71,7 +72,7 @@ def _begin(model: nn.Module, modules: list[nn.Module], where: _Where) -> None:
     where.users += 1
     for module in modules:
         _modules.setdefault(id(module), _Mode(module.training)).users += 1
-    model.eval()
+    running.set_evaluation(modules)
     if where.moves and where.users == 1:
         model.to(where.there)
 
