@@ -241,7 +241,7 @@ def test_matplotlib_is_imported_in_the_plotting_rooms_only() -> None:
 
 @pytest.mark.parametrize("name", ["records.py", "saving.py", "safefile.py", "tables.py", "tree.py", "errors.py"])
 def test_what_reads_a_saved_run_imports_nothing_that_runs_a_model(name: str) -> None:
-    running = {"session", "hooks", "keep", "select", "capture", "classic", "layers", "edits", "ops"}
+    running = {"session", "hooks", "keep", "select", "capture", "classic", "featured", "layers", "edits", "ops"}
     used = {n.removeprefix("torchhook.").split(".")[0] for n in imported(ROOT / name) if n.startswith("torchhook")}
     assert used & running == set()
 

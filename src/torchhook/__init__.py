@@ -6,20 +6,17 @@ from torchhook.attention import attention, rollout
 from torchhook.cam import cam
 from torchhook.capture import Stopped, capture, edit, run
 from torchhook.classic import (
-    FeatureExtractor,
-    FeatureLayer,
-    FeatureLayers,
     Hook,
     HookManager,
     VerboseExecution,
     count_parameters,
-    get_layer_candidates,
     gradient_clipper,
     model_summary,
 )
 from torchhook.clip import clip_gradients
 from torchhook.diff import diff
 from torchhook.extract import extract, open_features
+from torchhook.featured import FeatureExtractor, FeatureLayer, FeatureLayers, get_layer_candidates
 from torchhook.guard import guard
 from torchhook.layers import layers, ops
 from torchhook.records import Recording, load
