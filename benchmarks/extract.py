@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchhook._extract.api import extract
+from torchhook._features.api import Features, open_features
+from torchhook._recording.tables import Table
 from torchhook.demo import efficientnet_lite0
-from torchhook.extract import Features, extract, open_features
-from torchhook.tables import Table
 
 SHARD = 32 << 20
 
@@ -171,7 +172,7 @@ _PEAK = """
 import sys, tempfile, torch
 sys.path.insert(0, {here!r})
 from extract import Net, SHARD
-from torchhook.extract import extract
+from torchhook._extract.api import extract
 torch.set_num_threads(1)
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return {rows}

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 import tests.conftest  # noqa: F401  torchvision beside a CPU torch
-from torchhook.tables import Table
-from torchhook.watch import DEFAULT, Watch, watch
+from torchhook._recording.tables import Table
+from torchhook._watch.api import Watch, watch
+from torchhook._watch.statistics import DEFAULT
 
 LIMITS = {"every=10": 1.15, "every=1": 1.6}
 

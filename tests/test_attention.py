@@ -13,7 +13,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torchhook as th
 from tests.oracle import hooks_on
-from torchhook.attention import NoAttentionError
+from torchhook.errors import NoAttentionError
 
 
 def by_hand(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:

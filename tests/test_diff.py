@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import oracle, zoo
-from torchhook.capture import capture
-from torchhook.diff import diff
-from torchhook.records import load
-from torchhook.tree import Inputs
+from torchhook._capture import capture
+from torchhook._diff import diff
+from torchhook._recording.records import load
+from torchhook._values.tree import Inputs
 
 
 class Net(nn.Module):

@@ -19,8 +19,8 @@ import torchhook as th
 from tests.models import Apply, small_gpt2
 from tests.oracle import BareHooks, assert_same, freeze, in_threads, snapshot
 from torchhook import Site, edits
+from torchhook._core.select import resolve
 from torchhook.errors import EditError, NeverRanWarning, SelectorError
-from torchhook.select import resolve
 
 
 class Pass(nn.Module):

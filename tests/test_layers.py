@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import torchhook as th
 from tests.models import Merges
+from torchhook._layers import Layer, ops
 from torchhook.errors import SelectorError
-from torchhook.layers import Layer, ops
 
 
 class Net(nn.Module):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from tests import oracle
 from torchhook import edits
-from torchhook.capture import capture, edit
+from torchhook._capture import capture, edit
+from torchhook._recording.sweeps import Sweep
+from torchhook._sweep import sweep as _sweep
 from torchhook.errors import EditError, MissingRecordError, NeverRanError, SelectorError
-from torchhook.sweep import sweep as _sweep
-from torchhook.swept import Sweep
 
 
 def sweep(*args: Any, **options: Any) -> Sweep:

@@ -1,31 +1,29 @@
 """See, keep and change everything that flows through a PyTorch model."""
 
 from torchhook import edits, errors, plot, transforms
+from torchhook._attention import attention, rollout
+from torchhook._cam.api import cam
+from torchhook._capture import Stopped, capture, edit, run
+from torchhook._classic.feature_layers import FeatureExtractor, FeatureLayer, FeatureLayers, get_layer_candidates
+from torchhook._classic.gradient_clipper import gradient_clipper
+from torchhook._classic.hook import Hook
+from torchhook._classic.hook_manager import HookManager
+from torchhook._classic.model_summary import count_parameters, model_summary
+from torchhook._classic.verbose_execution import VerboseExecution
+from torchhook._clip import clip_gradients
+from torchhook._core.session import Session
+from torchhook._diff import diff
+from torchhook._extract.api import extract
+from torchhook._features.api import open_features
+from torchhook._guard.api import guard
+from torchhook._layers import layers, ops
+from torchhook._recording.address import Site
+from torchhook._recording.records import Recording, load
+from torchhook._report.api import report
+from torchhook._sweep import sweep
+from torchhook._values.tree import Inputs
 from torchhook._version import __version__
-from torchhook.attention import attention, rollout
-from torchhook.cam import cam
-from torchhook.capture import Stopped, capture, edit, run
-from torchhook.classic import (
-    Hook,
-    HookManager,
-    VerboseExecution,
-    count_parameters,
-    gradient_clipper,
-    model_summary,
-)
-from torchhook.clip import clip_gradients
-from torchhook.diff import diff
-from torchhook.extract import extract, open_features
-from torchhook.featured import FeatureExtractor, FeatureLayer, FeatureLayers, get_layer_candidates
-from torchhook.guard import guard
-from torchhook.layers import layers, ops
-from torchhook.records import Recording, load
-from torchhook.report import report
-from torchhook.session import Session
-from torchhook.sites import Site
-from torchhook.sweep import sweep
-from torchhook.tree import Inputs
-from torchhook.watch import watch
+from torchhook._watch.api import watch
 
 __all__ = [
     "FeatureExtractor",

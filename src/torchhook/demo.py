@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchhook import plot
-from torchhook.attention import attention
-from torchhook.cam import cam
-from torchhook.capture import run
+from torchhook._attention import attention
+from torchhook._cam.api import cam
+from torchhook._capture import run
+from torchhook._layers import layers
+from torchhook._report.api import report
 from torchhook.errors import require
-from torchhook.layers import layers
-from torchhook.report import report
 
 PHOTOGRAPHS = {"chelsea": "Egyptian cat", "coffee": "espresso"}
 SENTENCES = ["A cat sleeps on the warm windowsill.", "The kitten is napping in the sun by the window."]

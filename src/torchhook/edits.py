@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchhook import tree
+from torchhook._recording.address import Site
+from torchhook._recording.records import Recording
+from torchhook._values import tree
 from torchhook.errors import EditError
-from torchhook.records import Recording
-from torchhook.sites import Site
 
 
 class Edit(Protocol):

@@ -9,6 +9,12 @@ TorchHookError
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
+├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
+├── LayoutError          (ValueError)                  an activation cannot be laid out on a grid
+├── ExtractError         (RuntimeError)                the model, the data or the disk does not fit
+│   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
+│   ├── IncompleteStoreError (LookupError)             shards are missing
+│   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
@@ -65,7 +71,7 @@ class SessionError(TorchHookError, RuntimeError):
 
 
 class GuardError(TorchHookError, FloatingPointError):
-    """A guarded model made a NaN or Inf; ``finding``, a ``torchhook.guard.Finding``, says where and from what."""
+    """A guarded model made a NaN or Inf; ``finding``, a ``torchhook.types.Finding``, says where and from what."""
 
     def __init__(self, finding: Any) -> None:  # not its type: errors import nothing of the library
         super().__init__(str(finding))
@@ -73,6 +79,30 @@ class GuardError(TorchHookError, FloatingPointError):
 
     def __reduce__(self) -> Any:  # an exception is pickled by its message, which is not what this one is made from
         return GuardError, (self.finding,)
+
+
+class NoAttentionError(TorchHookError, LookupError):
+    """The model ran without an attention call that hooks can see into."""
+
+
+class LayoutError(TorchHookError, ValueError):
+    """An activation cannot be laid out on a grid."""
+
+
+class ExtractError(TorchHookError, RuntimeError):
+    """The model, the data or the disk does not fit what was asked for."""
+
+
+class StoreMismatchError(ExtractError, ValueError):
+    """The store at this path was made with another model, layer list, transform or row count."""
+
+
+class IncompleteStoreError(ExtractError, LookupError):
+    """Shards of the store are missing."""
+
+
+class BrokenShardError(ExtractError, ValueError):
+    """A shard is truncated, altered, or was not written by TorchHook."""
 
 
 class MissingExtraError(TorchHookError, ImportError):
@@ -129,3 +159,10 @@ def require(package: str, extra: str) -> ModuleType:
         raise MissingExtraError(
             f'{package} is needed for this and is not installed: pip install "torchhook[{extra}]"'
         ) from error
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add to an error that ends a run what its reader may want to know."""
+    add = getattr(error, "add_note", None)  # Python 3.11
+    if add is not None:
+        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")

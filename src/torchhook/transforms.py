@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook import tree
+from torchhook._values import tree
 
 __all__ = ["Rows", "Transform", "cast", "compose", "pick", "pool", "slice", "statistics", "tokens", "topk"]
 

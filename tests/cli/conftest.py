@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli import nets
-from torchhook.cli import main
+from torchhook._cli.api import main
 
 
 class Done(NamedTuple):

@@ -17,7 +17,7 @@ import torchhook as th
 from tests.cli import nets
 from tests.cli.conftest import Command
 from torchhook import demo
-from torchhook.extract import open_features
+from torchhook._features.api import open_features
 
 SMALL = "tests.cli.nets:small"
 SHAPE = "1x3x32x32"
@@ -236,7 +236,7 @@ def test_help_lists_every_command_and_version_is_one_line(torchhook: Command) ->
 
 
 def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from torchhook.cli import main; main()"
+    code = "from torchhook._cli.api import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -288,7 +288,7 @@ def test_a_process_of_its_own_prints_only_json_to_stdout() -> None:
 @pytest.mark.slow
 def test_the_shell_completes_commands() -> None:
     asked = {"_TORCHHOOK_COMPLETE": "complete_bash", "COMP_WORDS": "torchhook ex", "COMP_CWORD": "1"}
-    code = "import sys; sys.argv[0] = 'torchhook'; from torchhook.cli import main; main()"
+    code = "import sys; sys.argv[0] = 'torchhook'; from torchhook._cli.api import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

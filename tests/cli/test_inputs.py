@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli import nets
-from torchhook.cli import inputs
-from torchhook.cli.inputs import Options
-from torchhook.cli.trouble import Trouble
+from torchhook._cli import inputs
+from torchhook._cli.errors import Trouble
+from torchhook._cli.inputs import Options
 
 
 def load(**options: object) -> inputs.Given:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.cli import nets
-from torchhook.cli import models
-from torchhook.cli.trouble import Trouble
+from torchhook._cli import models
+from torchhook._cli.errors import Trouble
 
 X = torch.rand(1, 3, 32, 32)
 

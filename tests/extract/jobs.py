@@ -70,7 +70,7 @@ def store_bytes(out: Path) -> dict[str, bytes]:
 
 
 def run(out: str, pause: float = 0.0, **options) -> None:
-    from torchhook.extract import extract
+    from torchhook._extract.api import extract
 
     torch.set_num_threads(1)
     options = {"rows_per_shard": SHARD, "batch_size": BATCH, "progress": False, **options}
@@ -119,6 +119,6 @@ if __name__ == "__main__":
     if given.what == "run":
         run(given.out, engine=given.engine, pause=0.0005)
     else:
-        import torchhook.extract  # noqa: F401  the forks must not wait for imports
+        import torchhook  # noqa: F401  the forks must not wait for imports
 
         print(json.dumps(kills(given.out, given.kills, given.writers, given.seed)))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from torchhook.extract import ExtractError, extract
+from torchhook._extract.api import extract
+from torchhook.errors import ExtractError
 
 E = functools.partial(extract, progress=False)
 LIN = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from tests.models import Merges
-from torchhook.errors import SelectorError
-from torchhook.extract import ExtractError, StoreMismatchError, extract, open_features, rest, run
-from torchhook.extract import disk as disk_module
-from torchhook.extract import progress as progress_module
-from torchhook.extract.fingerprint import of_function, of_model
-from torchhook.extract.rest import at_rest
+from torchhook._extract import api, eval_mode
+from torchhook._extract import progress as progress_module
+from torchhook._extract.api import extract
+from torchhook._extract.eval_mode import at_rest
+from torchhook._extract.fingerprint import of_function, of_model
+from torchhook._features import direct_io as disk_module
+from torchhook._features.api import open_features
+from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
 
 E = functools.partial(extract, progress=False)
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
@@ -69,7 +71,7 @@ def test_a_store_to_be_replaced_counts_as_free_and_its_shards_as_to_do(tmp_path,
     there = files(tmp_path)
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True).todo == 0
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True, resume=False).todo == 4
-    monkeypatch.setattr(run.places.Folder, "free", lambda self: 100)
+    monkeypatch.setattr(api.storage.Folder, "free", lambda self: 100)
     big = torch.randn(10_000, 3)
     with pytest.raises(ExtractError, match="still to be written"):
         E(lin(), big, "0", tmp_path, resume=False)
@@ -111,8 +113,8 @@ def test_two_threads_may_extract_from_one_model_that_trains(tmp_path):
     assert not errors
     assert modes == [False, False]
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
-    assert not rest._models
-    assert not rest._modules
+    assert not eval_mode._models
+    assert not eval_mode._modules
 
 
 def test_threads_that_extract_at_the_same_time_get_their_own_rows(tmp_path):
@@ -153,8 +155,8 @@ def test_a_model_in_use_stays_where_it_is_and_is_let_go(tmp_path):
     with pytest.raises(ZeroDivisionError), at_rest(broken, "meta"):
         pass
     assert broken.training
-    assert not rest._models
-    assert not rest._modules
+    assert not eval_mode._models
+    assert not eval_mode._modules
 
 
 # -- other models, other functions ------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_functions_of_objects_that_hold_themselves_and_of_sets_are_known_again()
 
     assert of_function(Loop().take) == of_function(Loop().take)
     code = (
-        "from torchhook.extract.fingerprint import of_function\n"
+        "from torchhook._extract.fingerprint import of_function\n"
         "print(of_function(lambda b: b in {'a', 'b', 'c', 'd'}), of_function({'x', 'y', 'z'}))"
     )
     told = {
@@ -266,7 +268,7 @@ def test_a_complete_store_is_not_written_to(tmp_path, monkeypatch, stream):
         raise OSError(errno.EROFS, "Read-only file system")
         yield
 
-    monkeypatch.setattr(run.places.Folder, "_written", refuse)
+    monkeypatch.setattr(api.storage.Folder, "_written", refuse)
     assert torch.equal(call()["0"][:], X)
 
 

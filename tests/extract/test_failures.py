@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.extract import jobs
-from torchhook.extract import BrokenShardError, ExtractError, IncompleteStoreError, extract, open_features
-from torchhook.extract import writer as writer_module
-from torchhook.extract.verify import verify
+from torchhook._extract import writer as writer_module
+from torchhook._extract.api import extract
+from torchhook._features.api import open_features
+from torchhook._features.verify import verify
+from torchhook.errors import BrokenShardError, ExtractError, IncompleteStoreError
 
 X, Y = jobs.data(200).tensors
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.extract import jobs
-from torchhook.extract import open_features
-from torchhook.extract.verify import verify
+from torchhook._features.api import open_features
+from torchhook._features.verify import verify
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}

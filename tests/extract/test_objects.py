@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.extract import jobs
-from torchhook.extract import IncompleteStoreError, StoreMismatchError, extract, open_features
-from torchhook.extract.places import place
-from torchhook.extract.verify import verify
+from torchhook._extract.api import extract
+from torchhook._features.api import open_features
+from torchhook._features.storage import place
+from torchhook._features.verify import verify
+from torchhook.errors import IncompleteStoreError, StoreMismatchError
 
 pytest.importorskip("fsspec")
 

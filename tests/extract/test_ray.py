@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.extract import jobs
-from torchhook.extract import ExtractError, extract
-from torchhook.extract.verify import verify
+from torchhook._extract.api import extract
+from torchhook._features.verify import verify
+from torchhook.errors import ExtractError
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook.extract import ExtractError, IncompleteStoreError, extract, open_features
+from torchhook._extract.api import extract
+from torchhook._features.api import open_features
+from torchhook.errors import ExtractError, IncompleteStoreError
 
 E = functools.partial(extract, progress=False)
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))

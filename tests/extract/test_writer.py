@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from torchhook.extract import shards
-from torchhook.extract.fill import pieces
-from torchhook.extract.places import Folder
-from torchhook.extract.plan import Column, Plan
-from torchhook.extract.slabs import HostCopies, Slab
-from torchhook.extract.writer import Done, Writer
+from torchhook._extract.fill import pieces
+from torchhook._extract.slabs import HostCopies, Slab
+from torchhook._extract.writer import Done, Writer
+from torchhook._features import shards
+from torchhook._features.manifest import Column, Plan
+from torchhook._features.storage import Folder
 
 PLAN = Plan(
     columns=(Column("a", torch.float32, (2,)), Column("b", torch.int64, (), ragged=True)),

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests.models import Nasty
 from torchhook import transforms
-from torchhook.extract import extract, open_features
-from torchhook.extract.fingerprint import of_model
+from torchhook._extract.api import extract
+from torchhook._extract.fingerprint import of_model
+from torchhook._features.api import open_features
 
 try:
     import pytest

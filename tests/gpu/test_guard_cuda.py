@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.guard.faults import FAULTS, Apply, run
+from torchhook._guard.api import guard
 from torchhook.errors import GuardError
-from torchhook.guard import guard
 
 try:
     import pytest

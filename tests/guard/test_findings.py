@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.guard.faults import FAULTS, around, ones
+from torchhook._guard.api import guard
+from torchhook._recording.address import Site
 from torchhook.errors import GuardError
-from torchhook.guard import guard
-from torchhook.sites import Site
 
 
 def test_the_finding_holds_the_numbers() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.guard.faults import NAN
 from tests.models import tensors_in
 from tests.zoo import WITHOUT_GRADIENT, ZOO
-from torchhook.guard import guard
+from torchhook._guard.api import guard
 
 
 def _resnet() -> tuple[nn.Module, dict[str, Any]]:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.guard.faults import around, at_zero, one_zero, ones
 from tests.oracle import assert_same, snapshot
+from torchhook._guard.api import guard
 from torchhook.errors import GuardError
-from torchhook.guard import guard
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchhook.attention import attention as attention_maps
-from torchhook.attention import rollout
+from torchhook._attention import attention as attention_maps
+from torchhook._attention import rollout
 from torchhook.plot import attention
 
 pytest.importorskip("matplotlib")

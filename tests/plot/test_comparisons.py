@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from torchhook import plot
-from torchhook.compare import Diff, Row
-from torchhook.diff import diff
-from torchhook.sweep import sweep
-from torchhook.swept import Sweep
+from torchhook._diff import diff
+from torchhook._recording.differences import Diff, Row
+from torchhook._recording.sweeps import Sweep
+from torchhook._sweep import sweep
 
 pytest.importorskip("matplotlib")
 

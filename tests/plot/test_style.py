@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from torchhook import plot
-from torchhook.compare import Diff, Row
+from torchhook._recording.differences import Diff, Row
+from torchhook._recording.sweeps import Sweep
 from torchhook.errors import MissingExtraError
 from torchhook.plot import style
-from torchhook.swept import Sweep
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
@@ -111,7 +111,7 @@ def test_of_too_many_labels_some_are_left_out_evenly() -> None:
 
 
 def test_matplotlib_is_not_loaded_before_the_first_picture() -> None:
-    code = "import sys, torchhook, torchhook.plot, torchhook.cam; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, torchhook, torchhook.plot, torchhook._cam.api; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

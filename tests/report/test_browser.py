@@ -12,7 +12,7 @@ import torch
 from tests.report.conftest import Tab
 from tests.report.nets import Broken, Photo, Text, deep
 from torchhook import demo
-from torchhook.report import report
+from torchhook._report.api import report
 
 X = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

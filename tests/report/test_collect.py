@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.report.nets import Broken, Photo, Text
-from torchhook.report import collect
-from torchhook.report.facts import Layer, Page
-from torchhook.report.inputs import _pixels
+from torchhook._report.collect import collect
+from torchhook._report.facts import Layer, Page
+from torchhook._report.inputs import _pixels
 
 X = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([[3, 7, 7, 1, 9]])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook.report import collect
-from torchhook.report.facts import Call, Page
-from torchhook.report.layout import channels_first, maps_of
+from torchhook._report.collect import collect
+from torchhook._report.facts import Call, Page
+from torchhook._report.layout import channels_first, maps_of
 
 
 def call(page: Page, path: str) -> Call:

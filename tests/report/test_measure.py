@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchhook.report.measure import BINS, dead_channels, numbers, rms
+from torchhook._report.measure import BINS, dead_channels, numbers, rms
 
 
 def test_statistics_are_those_of_numpy() -> None:

@@ -25,7 +25,7 @@ with th.capture(model, "0", "2:input") as recording:
 """,
     "recording": "recording",
     "layers": "th.layers(model, inputs=torch.ones(2, 3))",
-    "diff": "from torchhook.diff import diff\ndiff(model, other, torch.ones(2, 3))",
+    "diff": "th.diff(model, other, torch.ones(2, 3))",
 }
 
 

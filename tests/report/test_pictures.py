@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchhook.report import pictures
-from torchhook.report.layout import maps_of
+from torchhook._report import pictures
+from torchhook._report.layout import maps_of
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from tests.report.nets import Photo
 from torchhook import errors
-from torchhook.report import collect, report
-from torchhook.report.render import render
+from torchhook._report.api import report
+from torchhook._report.collect import collect
+from torchhook._report.render import render
 
 X = torch.rand(1, 3, 12, 12)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchhook.report.score import likely, score
+from torchhook._report.score import likely, score
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchhook.compare import Diff
+from torchhook._recording.differences import Diff
 from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import limits
@@ -34,7 +34,7 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
     """The relative error of every site on a logarithmic scale, with the place where the two first part.
 
     >>> import torch
-    >>> from torchhook.compare import Row
+    >>> from torchhook._recording.differences import Row
     >>> figure = diff(Diff([Row("a", "a", "same", 0.0, 0.0, 1.0), Row("b", "b", "differs", 1.0, 0.5, 0.2)]))
     """
     rows = list(difference)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchhook._recording.records import Recording
 from torchhook.plot import style
 from torchhook.plot.values import Array, Source, Value, doubles, values
-from torchhook.records import Recording
 
 
 def statistics(

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchhook import tree
+from torchhook._recording.records import Recording
+from torchhook._values import tree
 from torchhook.errors import MissingRecordError
-from torchhook.records import Recording
 
 Source: TypeAlias = "Recording | Tensor | NDArray[Any] | Mapping[str, Any]"
 Array: TypeAlias = NDArray[Any]

@@ -1,0 +1,224 @@
+"""``attention``: the maps of every attention call of a model, fused or not.
+
+A fused call hides its map but not its inputs, so the map is computed again from query, key, mask and scale. Where a
+model multiplies and takes the softmax itself, that softmax is the map.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchhook._core.index import is_callable
+from torchhook._core.keep import Keep
+from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.session import Session
+from torchhook._core.taps import Look, as_arguments
+from torchhook._recording.address import Site
+from torchhook._recording.records import Recording
+from torchhook.errors import NoAttentionError
+
+
+def attention(
+    model: nn.Module,
+    *args: Any,
+    layers: Selector | None = None,
+    device: torch.device | str | None = None,
+    kwargs: dict[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> Recording:
+    """Call the model once and return its attention maps by module: batch × heads × queries × keys, rows summing to 1.
+
+    >>> encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> maps = attention(encoder, torch.randn(1, 5, 8))
+    >>> maps["self_attn"].shape
+    torch.Size([1, 2, 5, 5])
+
+    Attention without heads has one. Where a model attends in windows, its maps have the further dims that its scores
+    have, or a batch of all windows. A map that a model made with a softmax of its own is that softmax: one over more
+    than the keys, such as the sink of gpt-oss, keeps its further columns, at the end.
+
+    Dropout is left out of the maps. ``layers`` restricts the modules; other keywords go to the model, and ``kwargs=``
+    holds those whose names are taken here.
+    """
+    session = Session(model, warn=False)
+    if layers is None:
+        modules = {path: module for path, module in session.index.modules.items() if is_callable(module)}
+    else:
+        modules = {target.site.path: target.module for target in resolve(session.index, layers)}
+    keep = Keep(device=device)
+    for path, module in modules.items():
+        put = keep.recorder(session.recording.open_store(Site(path)).put, session.recording.order)
+        for op, look in _looks(module, put).items():
+            port = "output" if op == "softmax" else "input"
+            session.look(Target(Site(path, op=op, port=port), module), look)
+    with session as recording:
+        model(*args, **{**(kwargs or {}), **model_kwargs})
+    recording.missing.clear()
+    if not len(recording):
+        raise NoAttentionError(
+            f"no attention call was seen in {recording.model_name}: it calls neither scaled_dot_product_attention nor "
+            "nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
+            "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
+        )
+    return recording
+
+
+def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
+    """Attention rollout: how much each token of the first layer reaches each of the last, batch × tokens × tokens.
+
+    Heads are averaged, the residual connection counts as an identity, layers are multiplied in the order in which they
+    ran. ``discard`` sets that share of the smallest weights of each map to zero first.
+    """
+    if not 0 <= discard < 1:
+        raise ValueError(f"discard={discard}: give a share from 0 (none) to less than 1.")
+    result: Tensor | None = None
+    for record in maps.records():
+        shape = tuple(record.value.shape)
+        if len(shape) != 4:
+            raise ValueError(
+                f"{record.site}: rollout needs maps of batch × heads × queries × keys, found {shape}; choose layers=."
+            )
+        weights = record.value.float().mean(1)
+        if weights.shape[-1] != weights.shape[-2] or (result is not None and weights.shape != result.shape):
+            raise ValueError(f"{record.site}: rollout needs square maps of one size, found {shape}; choose layers=.")
+        if discard:
+            limit = weights.flatten(1).quantile(discard, dim=1)[:, None, None]
+            weights = weights.masked_fill(weights < limit, 0.0)
+        weights = weights + torch.eye(weights.shape[-1], device=weights.device)
+        weights = weights / weights.sum(-1, keepdim=True)
+        result = weights if result is None else weights @ result
+    if result is None:
+        raise ValueError("rollout needs at least one attention map.")
+    return result
+
+
+# -- from calls to maps ---------------------------------------------------------------------------
+
+
+def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
+    """What to do at each operation that attention is made with."""
+    calls = 0
+
+    def taken(weights: Tensor) -> None:
+        nonlocal calls
+        put(weights, calls)
+        calls += 1
+
+    def fused(value: Any, call: int) -> None:
+        args, kwargs = as_arguments(value)
+        taken(_with_heads(_scaled_dot_product(*args, **kwargs)))
+
+    def multi_head(value: Any, call: int) -> None:
+        args, kwargs = as_arguments(value)
+        bound = _MULTI_HEAD.bind(*args, **kwargs)
+        bound.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
+        taken(_batched(F.multi_head_attention_forward(*bound.args, **bound.kwargs)[1]))
+
+    def native(value: Any, call: int) -> None:
+        args, kwargs = as_arguments(value)
+        arguments = dict(zip(_NATIVE, args, strict=False)) | kwargs
+        arguments |= {"need_weights": True, "average_attn_weights": False}
+        taken(_batched(torch._native_multi_head_attention(*(arguments[name] for name in _NATIVE))[1]))
+
+    def softmax(value: Any, call: int) -> None:
+        if isinstance(value, Tensor) and _is_map(value, module):
+            taken(_with_heads(value))
+
+    return {
+        "scaled_dot_product_attention": _without_grad(fused),
+        "multi_head_attention_forward": _without_grad(multi_head),
+        "_native_multi_head_attention": _without_grad(native),
+        "softmax": softmax,
+    }
+
+
+_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+_NATIVE = (
+    "query",
+    "key",
+    "value",
+    "embed_dim",
+    "num_head",
+    "qkv_weight",
+    "qkv_bias",
+    "proj_weight",
+    "proj_bias",
+    "mask",
+    "need_weights",
+    "average_attn_weights",
+    "mask_type",
+)
+
+
+def _without_grad(look: Look) -> Look:
+    def quiet(value: Any, call: int) -> None:
+        with torch.no_grad():
+            look(value, call)
+
+    return quiet
+
+
+def _scaled_dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The map inside ``F.scaled_dot_product_attention``, in float32 at least."""
+    query, key = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key))
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, -torch.inf)
+    if attn_mask is not None:
+        attn_mask = _plain_mask(attn_mask, scores.device)
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)  # a query that may look nowhere: the fused call gives zeros
+    return scores.softmax(-1).masked_fill(nothing, 0.0)
+
+
+def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
+    """A mask as its numbers: a subclass may hold none, and say what it means to the fused call alone."""
+    if type(mask) in (Tensor, nn.Parameter):
+        return mask
+    from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
+
+    if isinstance(mask, CausalBias):
+        plain: Tensor = mask._materialize(device)
+        return plain
+    raise TypeError(
+        f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "
+        "call uses: attention knows plain tensors and the causal biases of torch.nn.attention.bias."
+    )
+
+
+def _with_heads(weights: Tensor) -> Tensor:
+    """A map with a dim for heads, one for those that have none, and a batch."""
+    if weights.dim() == 2:
+        weights = weights[None]
+    return weights[:, None] if weights.dim() == 3 else weights
+
+
+def _batched(weights: Tensor | None) -> Tensor:
+    assert weights is not None
+    return weights if weights.dim() == 4 else weights[None]
+
+
+def _is_map(value: Tensor, module: nn.Module) -> bool:
+    """Whether the result of a softmax is an attention map, and not a gate or a class score."""
+    named = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
+    if value.dim() < 4 and not (value.dim() == 3 and named):
+        return False
+    return bool(torch.allclose(value.float().sum(-1), torch.ones((), device=value.device), atol=1e-2))

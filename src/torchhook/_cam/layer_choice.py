@@ -1,0 +1,129 @@
+"""Which layer to look at when nobody says: the last one whose map still shows where.
+
+That is the last layer, in the order in which they end, whose output is a map of more than one place, and on more than
+one place of which the score depends. For a convolutional network it is the end of the features; for a vision
+transformer that reads out a class token it is the norm before the last attention: behind it, the patches do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._cam.inputs import Subject
+from torchhook._cam.layout import Layout, infer
+from torchhook._core import calling
+from torchhook._core.index import Index, is_callable
+from torchhook._core.select import Target
+from torchhook._core.session import Session
+from torchhook._core.taps import Look
+from torchhook._recording.address import Site
+from torchhook._values import tree
+from torchhook.errors import LayoutError, SelectorError
+
+# Layers that only pass on, thin out or mix what another layer made. Convolutions and activations are never named so.
+_PASSIVE = re.compile(r"pool|drop|identity|flatten|permute|linear|softmax|embed|conv1d", re.IGNORECASE)
+
+
+class Grids:
+    """The grids on which a model's layers gave channels-first maps: what tokens may be laid out on."""
+
+    def __init__(self, dimensions: int) -> None:
+        self._dimensions = dimensions
+        self.seen: dict[tuple[int, ...], None] = {}
+
+    def watch(self, session: Session) -> None:
+        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        for module in session.index.distinct.values():
+            if isinstance(module, kinds):
+                session.look(Target(Site(session.index.names(module)[0]), module), self._look)
+
+    def _look(self, value: Any, call: int) -> None:
+        if isinstance(value, Tensor) and value.dim() == self._dimensions + 2:
+            self.seen[tuple(value.shape[2:])] = None
+
+
+def map_leaf(value: Any) -> str | None:
+    """The address of the tensor in a layer's value that may be a map."""
+    found = [(a, t) for a, t in tree.leaves(value) if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 3]
+    return found[0][0] if found else None
+
+
+def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[Any], Tensor]) -> str:
+    """The address of the layer to look at."""
+    session = Session(model, index=index, warn=False)
+    grids = Grids(len(subject.size))
+    grids.watch(session)
+    ended: list[Site] = []
+    alive: set[Site] = set()
+
+    def passing(site: Site) -> Look:
+        return lambda value, call: ended.append(site._replace(call=call)) if _layout(value) is not None else None
+
+    def going_back(site: Site) -> Look:
+        def look(grad: Any, call: int) -> None:
+            layout = _layout(grad)
+            if layout is not None:
+                places = layout.maps(tree.get(grad, map_leaf(grad) or "")).ne(0).any(1)
+                if int(places.flatten(1).sum(1).max()) > 1:
+                    alive.add(site._replace(call=call))
+
+        return look
+
+    def _layout(value: Any) -> Layout | None:
+        leaf = map_leaf(value)
+        if leaf is None:
+            return None
+        try:
+            layout = infer(tree.get(value, leaf).shape, subject.size, subject.examples, grids.seen)
+        except LayoutError:
+            return None
+        return layout if math.prod(layout.grid) > 1 else None
+
+    for module in index.distinct.values():
+        site = Site(index.names(module)[0])
+        if site.path and is_callable(module) and not _is_passive(module):
+            session.look(Target(site, module), passing(site))
+            session.look(Target(site._replace(port="grad"), module), going_back(site))
+    with torch.enable_grad(), _differentiable(model, subject) as needed, session:
+        scores = score(calling.call(model, subject.inputs)).sum()
+        if needed and scores.requires_grad:
+            torch.autograd.grad(scores, needed, allow_unused=True)
+    if not ended:
+        raise SelectorError(
+            "no layer of this model gives a map of more than one place for this input. Name one with layer=…, and say "
+            "how it is laid out with layout=… and grid=…"
+        )
+    # A head of zeros, as some models are born with, leaves nothing alive.
+    candidates = [site for site in ended if site in alive] or ended
+    calls = [site for site in ended if site.every_call == candidates[-1].every_call]
+    return str(candidates[-1] if len(calls) > 1 else candidates[-1].every_call)
+
+
+@contextlib.contextmanager
+def _differentiable(model: nn.Module, subject: Subject) -> Iterator[list[Tensor]]:
+    """Where autograd starts, so that gradients reach every layer: the inputs, or for token ids the parameters.
+
+    Frozen parameters require gradients meanwhile.
+    """
+    starts = [t for t in tree.tensors(subject.inputs) if t.is_floating_point()]
+    if not subject.image.is_floating_point():
+        starts += [p for p in model.parameters() if p.is_floating_point() and p.is_leaf and not p.is_inference()]
+    frozen = [t for t in starts if not t.requires_grad]
+    try:
+        for tensor in frozen:
+            tensor.requires_grad_(True)
+        yield starts
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
+
+
+def _is_passive(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and _PASSIVE.search(type(module).__name__) is not None

@@ -1,0 +1,155 @@
+"""``capture``, ``edit`` and ``run``: the doors through which most users come in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook._core.keep import Keep, Transform
+from torchhook._core.select import Selector, resolve
+from torchhook._core.session import Session, Threads
+from torchhook._recording.records import Recording
+
+Edits = Mapping[Any, Any]
+
+
+def capture(
+    model: nn.Module,
+    *selectors: Selector,
+    exclude: Selector | None = None,
+    port: str = "output",
+    keep: str = "copy",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+    max_records: int | None = None,
+    stop: bool = False,
+    edit: Edits | None = None,
+    before_edits: bool = False,
+    threads: Threads = "own",
+) -> Session:
+    """Record what passes the selected sites while the block runs; without selectors, every module's output.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True))
+    >>> with capture(model, "0", "1:input") as rec:
+    ...     output = model(torch.ones(2, 3))
+    >>> rec["0"].shape
+    torch.Size([2, 4])
+
+    ``keep`` says what is kept: ``"copy"`` is detached and safe from in-place layers, ``"live"`` is safe and still
+    on the autograd graph, ``"reference"`` is the bare tensor. ``transform`` changes what is kept, not what the
+    model computes; floating-point tensors are cast to ``dtype``; ``device="cpu"`` copies from the GPU without
+    making the model wait. ``max_records`` keeps the newest of each site. ``stop=True`` leaves the block as soon as
+    every site has been seen. ``edit`` changes values on their way, as ``th.edit`` does; what is kept is the value after
+    the edits, or before them with ``before_edits=True``. ``threads="all"`` also records calls from other threads.
+    """
+    session = Session(model, threads=threads)
+    targets = resolve(session.index, list(selectors) or _every_module, exclude=exclude, port=port)
+    _add_edits(session, edit or {})
+    keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
+    session.record(targets, keeper, max_records, before_edits)
+    if stop:
+        session.stop_when_seen(targets)
+    return session
+
+
+def _every_module(name: str, module: nn.Module) -> bool:
+    return True
+
+
+def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session:
+    """Change what flows through the model while the block runs.
+
+    >>> from torchhook import edits
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    >>> with edit(model, {"0": edits.zero()}):
+    ...     model(torch.ones(1, 3))
+    tensor([[0., 0., 0., 0.]])
+
+    ``edits`` maps selectors to one edit or a list of them, applied in order; sessions nest, and the outer one's edits
+    come first.
+    """
+    session = Session(model, threads=threads)
+    _add_edits(session, edits)
+    return session
+
+
+def _add_edits(session: Session, edits: Edits) -> None:
+    if not isinstance(edits, Mapping):
+        raise TypeError(f"edits are a dict of selectors and edits, found {type(edits).__name__}.")
+    for selector, change in edits.items():
+        for target in resolve(session.index, selector):
+            session.edit(target, change)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """Stands for the output of a forward pass that ``stop=True`` ended early."""
+
+    at: str
+
+    def __repr__(self) -> str:
+        return f"<no output: the forward pass stopped at {self.at!r}>"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(f"the forward pass stopped at {self.at!r}, so the model has no output.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "at":  # while it is copied or unpickled
+            raise AttributeError(name)
+        raise AttributeError(f"no {name!r}: the forward pass stopped at {self.at!r}, so the model has no output.")
+
+
+def run(
+    model: nn.Module,
+    *args: Any,
+    capture: Selector | None = None,
+    edit: Edits | None = None,
+    before_edits: bool = False,
+    exclude: Selector | None = None,
+    port: str = "output",
+    keep: str = "copy",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    transform: Transform | None = None,
+    stop: bool = False,
+    kwargs: dict[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> tuple[Any, Recording]:
+    """Call the model once and return its output and the recording: of what ``capture`` selects, or of every module.
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    >>> output, rec = run(model, torch.ones(2, 3), capture="0")
+
+    With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
+    taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
+    """
+    if capture is None and edit is not None:
+        if stop:
+            raise ValueError("stop=True ends the forward pass at the last captured site: say capture= too.")
+        session = _edit(model, edit)
+    else:
+        session = _capture(
+            model,
+            *([] if capture is None else [capture]),
+            exclude=exclude,
+            port=port,
+            keep=keep,
+            device=device,
+            dtype=dtype,
+            transform=transform,
+            stop=stop,
+            edit=edit,
+            before_edits=before_edits,
+        )
+    output: Any = session  # which no model returns
+    with session as recording:
+        output = model(*args, **{**(kwargs or {}), **model_kwargs})
+    return Stopped(str(session.scope.stopped_at)) if output is session else output, recording
+
+
+_capture, _edit = capture, edit

@@ -1,0 +1,71 @@
+"""``VerboseExecution``, as the tutorials have it: a model that prints what its layers give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook._core.index import Index
+from torchhook._core.select import Target
+from torchhook._core.session import Session
+from torchhook._core.taps import Look
+from torchhook._layers import layers
+from torchhook._recording.address import Site
+from torchhook._values import tree
+
+
+class VerboseExecution(nn.Module):
+    """A model that prints the shape of every direct child's output as it runs.
+
+    ``depth`` goes further down; ``dtype`` and ``time`` add those; ``print`` takes the lines instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        depth: int = 1,
+        dtype: bool = False,
+        time: bool = False,
+        print: Callable[[str], Any] = print,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.depth = depth
+        self.dtype = dtype
+        self.time = time
+        self.print = print
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index = Index(self.model)
+        session = Session(self.model, index=index, warn=False)
+        for name in (layer.name for layer in layers(self.model, self.depth) if layer.name and not layer.shared_with):
+            module, started = index.modules[name], list[float]()
+            if self.time:
+                session.look(Target(Site(name, port="input"), module), _starter(started))
+            session.look(Target(Site(name), module), self._printer(name, started))
+        with session:
+            return self.model(*args, **kwargs)
+
+    def _printer(self, name: str, started: list[float]) -> Look:
+        def show(value: Any, call: int) -> None:
+            text = _sizes(value)
+            if self.dtype:
+                text += " " + "/".join(dict.fromkeys(str(t.dtype) for t in tree.tensors(value)))
+            if started:
+                text += f" {(time.perf_counter() - started.pop()) * 1e3:.2f} ms"
+            self.print(f"{name}: {text}")
+
+        return show
+
+
+def _starter(started: list[float]) -> Look:
+    return lambda value, call: started.append(time.perf_counter())
+
+
+def _sizes(value: Any) -> str:
+    return str(value.shape) if isinstance(value, torch.Tensor) else tree.describe(value)

@@ -1,0 +1,1 @@
+"""The command ``torchhook``. Enter at ``api``."""

@@ -1,0 +1,135 @@
+"""From a file, a text or a shape on the command line to what a model is called with."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchhook._cli.errors import Trouble, short
+from torchhook._cli.models import config_of, library
+from torchhook._extract.image_folder import SUFFIXES, ImageFolder
+from torchhook._values import tree
+
+
+class Given(NamedTuple):
+    """An input: what the model is called with, and what to show of it."""
+
+    x: Any
+    tokens: list[str] | None = None
+
+
+class Options(NamedTuple):
+    """What the command line says about the input."""
+
+    file: Path | None = None
+    text: str | None = None
+    shape: str | None = None
+    size: int | None = None
+    mean: str | None = None
+    std: str | None = None
+    seed: int = 0
+
+    @property
+    def given(self) -> bool:
+        return any(part is not None for part in (self.file, self.text, self.shape))
+
+
+def load(options: Options, model: nn.Module, name: str) -> Given:
+    """The input on the device of the model."""
+    chosen = [part for part in (options.file, options.text, options.shape) if part is not None]
+    if len(chosen) != 1:
+        raise Trouble(
+            "give one input: --input FILE (image, .safetensors or .txt), --text TEXT, or --shape 1x3x224x224."
+        )
+    if options.text is not None:
+        given = _text(options.text, name)
+    elif options.shape is not None:
+        given = Given(_random(options.shape, options.seed))
+    else:
+        assert options.file is not None
+        given = _file(options.file, model, name, options)
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return given._replace(x=tree.map_tensors(lambda t: t.to(device), given.x))
+
+
+def _file(path: Path, model: nn.Module, name: str, options: Options) -> Given:
+    if not path.is_file():
+        raise Trouble(f"no input file {path}.")
+    kind = path.suffix.lower()
+    if kind in SUFFIXES:
+        return Given(image(path, model, options))
+    if kind == ".safetensors":
+        return Given(_tensors(path))
+    if kind == ".txt":
+        return _text(path.read_text("utf-8").strip(), name)
+    raise Trouble(f"{path}: an input is an image ({', '.join(sorted(SUFFIXES))}), .safetensors or .txt.")
+
+
+def preparation(options: Options) -> dict[str, Any]:
+    """How images are prepared, where the command line says so."""
+    found: dict[str, Any] = {} if options.size is None else {"size": options.size, "crop": 1.0}
+    for key, text in (("mean", options.mean), ("std", options.std)):
+        if text is not None:
+            try:
+                numbers = [float(part) for part in text.split(",")]
+            except ValueError:
+                numbers = []
+            if len(numbers) not in (1, 3) or not all(map(math.isfinite, numbers)):
+                raise Trouble(f"--{key} {text}: give one number, or three with commas between.")
+            if key == "std" and min(numbers) <= 0:
+                raise Trouble(f"--std {text}: give positive numbers, since images are divided by them.")
+            found[key] = numbers * 3 if len(numbers) == 1 else numbers
+    return found
+
+
+def image(path: Path, model: nn.Module, options: Options) -> torch.Tensor:
+    settings = preparation(options)
+    with tempfile.TemporaryDirectory() as folder:  # a data set of one image
+        copy = Path(folder, path.name)
+        try:
+            shutil.copy(path, copy)
+            return ImageFolder.for_model(folder, model, **settings).load(path.name)[None]
+        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            raise Trouble(f"{path} cannot be read as an image: {short(error).replace(str(copy), path.name)}") from error
+
+
+def _tensors(path: Path) -> Any:
+    try:
+        found = importlib.import_module("safetensors.torch").load_file(path)
+    except Exception as error:  # SafetensorError has no public home in older versions
+        raise Trouble(f"{path} cannot be read: {short(error)}") from error
+    if not found:
+        raise Trouble(f"{path} holds no tensors.")
+    # One tensor is the argument; several are arguments by name.
+    return next(iter(found.values())) if len(found) == 1 else dict(found)
+
+
+def _random(shape: str, seed: int) -> torch.Tensor:
+    if not re.fullmatch(r"\d+([x,×]\d+)*", shape):
+        raise Trouble(f"--shape {shape}: give sizes with x between, as in 1x3x224x224.")
+    sizes = [int(part) for part in re.split("[x,×]", shape)]
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def _text(text: str, name: str) -> Given:
+    path = config_of(name)
+    if path is None:
+        raise Trouble(
+            "text needs a tokeniser: name the model as transformers:FOLDER, or give token ids in .safetensors."
+        )
+    hugging_face = library("transformers")
+    folder = path if Path(path).is_dir() else str(Path(path).parent)
+    try:
+        tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise Trouble(f"{folder} holds no tokeniser: {short(error)}") from error
+    batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
+    return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))

@@ -1,0 +1,265 @@
+"""``layers``, ``run``, ``report`` and ``diff``: one model, one input."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from torchhook._cam.methods import METHODS, known_method
+from torchhook._capture import Stopped
+from torchhook._capture import run as run_once
+from torchhook._cli import console, inputs, models, options
+from torchhook._cli.errors import Trouble
+from torchhook._core.calling import arguments
+from torchhook._core.select import glob_pattern
+from torchhook._diff import diff as compare
+from torchhook._layers import layers as list_layers
+from torchhook._recording.address import parse
+from torchhook._recording.differences import Diff
+from torchhook._recording.records import Recording
+from torchhook._recording.records import load as load_recording
+from torchhook._report.api import report as write_report
+from torchhook._values.tree import describe
+from torchhook.errors import RecordingFileError, suggestion
+
+
+def layers(
+    model: options.Model,
+    depth: Annotated[int | None, typer.Option(help="Levels below the model; all of them if left out.")] = None,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """List the layers of a model; with an input, their output shapes too.
+
+    [bold]Examples[/bold]
+
+      torchhook layers torchvision:resnet18 --depth 2
+
+      torchhook layers timm:vit_tiny_patch16_224 --shape 1x3x224x224
+
+      torchhook layers mypackage.nets:build --json | jq '.[].name'
+    """
+    net = _model(model, weights, allow_pickle, pretrained, device, silent=True)  # shapes are those of any weights
+    wanted = inputs.Options(file, text, shape)
+    given = inputs.load(wanted, net, model).x if wanted.given else None
+    with console.status(f"looking at {model}"):
+        found = list_layers(net, depth, inputs=given)
+    if json:
+        console.as_json([layer._asdict() for layer in found])
+    else:
+        console.table(found.table())
+
+
+def run(
+    model: options.Model,
+    capture: options.Layers = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the recording as .safetensors.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the forward pass at the last captured site.")] = False,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Run a model once and record what passes the layers.
+
+    [bold]Examples[/bold]
+
+      torchhook run torchvision:resnet18 -l 'layer*' -l fc:input --input cat.jpg -o cat.safetensors
+
+      torchhook run timm:vit_tiny_patch16_224 -l 'blocks.*.attn' --shape 1x3x224x224 --json
+    """
+    net = _model(model, weights, allow_pickle, pretrained, device)
+    args, kwargs = arguments(inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model).x)
+    with console.status(f"running {model}"), torch.no_grad():
+        output, recording = run_once(net, *args, capture=capture, stop=stop, kwargs=kwargs, device="cpu")
+    saved = None if out is None else recording.save(out)
+    if json:
+        records = [
+            {"site": str(r.site), "call": r.call, "shape": r.shape, "dtype": r.dtype, "bytes": r.nbytes}
+            for r in recording.records()
+        ]
+        shown = None if isinstance(output, Stopped) else describe(output)
+        console.as_json({"output": shown, "records": records, "never_ran": recording.missing, "saved": saved})
+        return
+    console.table(recording.summary())
+    if saved is not None:
+        console.say(f"saved to {saved}; th.load({str(saved)!r}) opens it.")
+
+
+def report(
+    model: options.Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    target: Annotated[int | None, typer.Option(help="The class to explain; the most likely if left out.")] = None,
+    classes: Annotated[Path | None, typer.Option(help="Class names, one on a line.")] = None,
+    title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
+    cam: Annotated[str, typer.Option(help="The method of the class activation map, or 'none'.")] = "gradcam",
+    gradients: Annotated[bool, typer.Option(help="Take gradients of the target's score.")] = True,
+    attention: Annotated[bool, typer.Option(help="Show attention maps.")] = True,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Write a page about one run: layers, statistics, feature maps, gradients, attention, what looks wrong.
+
+    [bold]Examples[/bold]
+
+      torchhook report torchhook.demo:efficientnet_lite0 --input cat.jpg --mean 0.5 --std 0.5
+
+      torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
+    """
+    method, names = _method(cam), None if classes is None else models.read_classes(classes)
+    net = _model(model, weights, allow_pickle, pretrained, device)
+    given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
+    with console.status(f"running {model}"):
+        path = write_report(
+            net,
+            given.x,
+            out,
+            target=target,
+            tokens=given.tokens,
+            classes=names,
+            title=title or model.rpartition(":")[2],
+            gradients=gradients,
+            attention=attention,
+            cam=method,
+        )
+    if json:
+        console.as_json({"path": path, "bytes": path.stat().st_size})
+    else:
+        print(path)
+
+
+def _method(cam: str) -> str | None:
+    try:
+        return None if cam == "none" else known_method(cam)
+    except ValueError:
+        raise Trouble(f"--cam {cam}: use {', '.join(METHODS)} or none.") from None
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recording (.safetensors), or a model.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
+    sites: options.Layers = None,
+    rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
+    atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    file: options.File = None,
+    text: options.Text = None,
+    shape: options.Shape = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights of A.", rich_help_panel="Model")] = None,
+    weights_b: Annotated[Path | None, typer.Option(help="Weights of B.", rich_help_panel="Model")] = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Compare two recordings, or two models on one input, and say where they first part.
+
+    The exit code is 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
+
+    [bold]Examples[/bold]
+
+      torchhook diff before.safetensors after.safetensors
+
+      torchhook diff torchvision:resnet18 torchvision:resnet18 --shape 1x3x224x224
+      --weights before.safetensors --weights-b after.safetensors
+    """
+    files = [side.endswith(".safetensors") for side in (a, b)]
+    if all(files):
+        _refuse(input=file, text=text, shape=shape, weights=weights, weights_b=weights_b, pretrained=pretrained)
+        _refuse(allow_pickle=allow_pickle, device=device != "cpu")
+        found = compare(_recording(a), _recording(b), rtol=rtol, atol=atol)
+        found = found if sites is None else _only(found, sites)
+    elif any(files):
+        raise Trouble(
+            "diff compares two recordings or two models: save a recording of the model first, with run --out."
+        )
+    else:
+        left = _model(a, weights, allow_pickle, pretrained, device)
+        right = _model(b, weights_b, allow_pickle, pretrained, device)
+        given = inputs.load(inputs.Options(file, text, shape), left, a)
+        with console.status("running both"):
+            found = compare(left, right, given.x, sites=sites, rtol=rtol, atol=atol)
+    _show_diff(found, json)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _refuse(**given: Any) -> None:
+    """Two recordings are compared as they are: nothing runs, so that options of a run mean nothing."""
+    if needless := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise Trouble(f"two recordings are compared as they are, without a run: leave out {', '.join(needless)}.")
+
+
+def _only(found: Diff, wanted: list[str]) -> Diff:
+    """The rows whose address, or path, or all its calls, a text or glob means."""
+    for address in wanted:
+        if not any(_means(address, row.site) for row in found):
+            raise Trouble(f"-l {address} matches nothing. {suggestion(address, [row.site for row in found])}")
+    kept = [row for row in found if any(_means(address, row.site) for address in wanted)]
+    return Diff(kept, found.title, found.notes)
+
+
+def _means(wanted: str, address: str) -> bool:
+    if wanted == address:
+        return True
+    asked, site = parse(wanted), parse(address)
+    if asked.call is None:
+        site = site.every_call
+    return (
+        asked._replace(path="") == site._replace(path="")
+        and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
+    )
+
+
+def _show_diff(found: Diff, json: bool) -> None:
+    if json:
+        first = None if found.first is None else found.first.site
+        console.as_json({"same": found.ok, "first": first, "rows": [dataclasses.asdict(row) for row in found]})
+    else:
+        console.table(found.table())
+
+
+def _recording(path: str) -> Recording:
+    try:
+        return load_recording(path)
+    except FileNotFoundError:
+        raise Trouble(f"no recording {path}.") from None
+    except RecordingFileError as error:
+        raise Trouble(str(error)) from error
+
+
+def _model(
+    name: str, weights: Any, allow_pickle: bool, pretrained: bool, device: str, *, silent: bool = False
+) -> nn.Module:
+    if not silent:
+        models.say_random(name, weights, pretrained)
+    with console.status(f"loading {name}"):
+        return models.load(name, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
+
+
+COMMANDS = (layers, run, report, diff)

@@ -1,0 +1,147 @@
+"""``extract`` and ``features``: whole data sets to disk, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from torchhook import transforms
+from torchhook._cli import console, inputs, models, options
+from torchhook._cli.errors import Trouble, spoken
+from torchhook._extract.api import extract as extract_to
+from torchhook._extract.estimate import Estimate
+from torchhook._extract.image_folder import ImageFolder
+from torchhook._features.api import open_features
+from torchhook._features.verify import verify as verify_store
+
+features = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="Look into, check and export feature stores."
+)
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_POOLS: dict[str, Any] = {"mean": "mean", "max": "max", "sum": "sum"}
+
+
+def extract(
+    model: options.Model,
+    data: Annotated[Path, typer.Option(help="A folder of images, or a .safetensors with one tensor of rows.")],
+    layers: Annotated[list[str], typer.Option("--layers", "-l", help="An address or glob. Repeatable.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The feature store: a folder, or s3://...")] = "features",
+    pool: Annotated[str | None, typer.Option(help="Keep less: mean, max or sum over positions, or cls.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Store as float16, bfloat16 or float32.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows for each call of the model.")] = 32,
+    workers: Annotated[int | None, typer.Option(help="Processes that load the data.")] = None,
+    resume: Annotated[bool, typer.Option(help="Do only what is missing, or begin anew.")] = True,
+    skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Leave out rows that cannot be loaded.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    weights: options.Weights = None,
+    allow_pickle: options.AllowPickle = False,
+    pretrained: options.Pretrained = False,
+    device: options.Device = "cpu",
+    json: options.Json = False,
+) -> None:
+    """Write the features of a whole data set to disk. Stopped and called again, it does only what is missing.
+
+    [bold]Examples[/bold]
+
+      torchhook extract timm:vit_tiny_patch16_224 --data photos/ --layers blocks.11 --out features/ --pool mean
+
+      torchhook extract torchvision:resnet18 --weights r18.safetensors --data photos/ -l avgpool --dtype float16
+    """
+    if pool not in (None, "cls", *_POOLS):
+        raise Trouble(f"--pool {pool}: use {', '.join(_POOLS)} or cls.")
+    if dtype not in (None, *_DTYPES):
+        raise Trouble(f"--dtype {dtype}: use {', '.join(_DTYPES)}.")
+    transform = None if pool is None else transforms.tokens("cls") if pool == "cls" else transforms.pool(pool)
+    models.say_random(model, weights, pretrained)
+    with console.status(f"loading {model}"):
+        net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
+    found = extract_to(
+        net,
+        _data(data, net, inputs.Options(size=size, mean=mean, std=std)),
+        layers,
+        out,
+        batch_size=batch_size,
+        transform=transform,
+        device=device,
+        dtype=None if dtype is None else _DTYPES[dtype],
+        workers=workers,
+        resume=resume,
+        on_error="skip" if skip_errors else "raise",
+        progress=progress and not json,
+        dry_run=dry_run,
+    )
+    if isinstance(found, Estimate):
+        console.as_json(dataclasses.asdict(found)) if json else print(found)
+        return
+    _info(found, json)
+
+
+def _data(path: Path, net: Any, wanted: inputs.Options) -> Any:
+    if path.is_dir():
+        return ImageFolder.for_model(path, net, **inputs.preparation(wanted))
+    if path.suffix == ".safetensors":
+        found = inputs.load(inputs.Options(file=path), net, "").x
+        if isinstance(found, torch.Tensor):
+            return found
+        raise Trouble(f"{path} holds {len(found)} tensors; data is one tensor of rows.")
+    raise Trouble(f"--data {path}: give a folder of images, or a .safetensors with one tensor.")
+
+
+@features.command("info")
+def info(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A feature store.", show_default=False)],
+    json: options.Json = False,
+) -> None:
+    """Say what is in a store."""
+    _info(open_features(path, incomplete=True), json)
+
+
+def _info(found: Any, json: bool) -> None:
+    if json:
+        rows = {name: {"shape": list(found[name].shape), "dtype": str(found[name].dtype)} for name in found}
+        about = {"rows": len(found), "bytes": found.nbytes, "missing_shards": found.missing, "skipped": found.skipped}
+        console.as_json({"path": found.path, **about, "layers": rows})
+    else:
+        console.table(found.summary())
+
+
+@features.command("verify")
+def verify(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A feature store.", show_default=False)],
+    discard: Annotated[bool, typer.Option("--discard", help="Delete broken shards, for extract to redo.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Read every byte; exit code 1 if something is missing or altered."""
+    with console.status(f"reading {path}"):
+        found = verify_store(path)
+    gone = found.discard() if discard else []
+    if json:
+        problems = [problem._asdict() for problem in found.problems]
+        console.as_json({"ok": found.ok, "shards": found.shards, "problems": problems, "discarded": gone})
+    else:
+        print(spoken(str(found)))
+        if gone:
+            console.say(f"deleted {len(gone)} broken shard{'s' * (len(gone) != 1)}.")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@features.command("export")
+def export(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A feature store.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the .npy files.")] = Path("export"),
+    layers: options.Layers = None,
+    json: options.Json = False,
+) -> None:
+    """Write .npy files, one for each layer."""
+    with console.status(f"exporting {path}"):
+        written = open_features(path).export(out, layers or None)
+    console.as_json(written) if json else print("\n".join(written))

@@ -1,0 +1,132 @@
+"""The only place that registers hooks, on modules, tensors and steps of the backward pass, and takes them away."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+
+def before_call(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
+    """Call ``hook(module, args)`` before the module runs; what it returns takes the place of the arguments."""
+    return module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+
+
+def after_call(
+    module: nn.Module, hook: Callable[..., Any], prepend: bool = False, always_call: bool = False
+) -> RemovableHandle:
+    """Call ``hook(module, args, output)`` after the module ran; what it returns takes the place of the output."""
+    return module.register_forward_hook(hook, prepend=prepend, always_call=always_call)
+
+
+def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Call ``function`` with the tensor's gradient when it is computed; what it returns takes its place."""
+    handle: RemovableHandle = tensor.register_hook(function)
+    return handle
+
+
+def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
+    """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
+    handle: RemovableHandle = node.register_hook(function)
+    return handle
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class TensorHandles:
+    """Hooks on tensors of passing graphs. They go with their graph, or here if the session ends first."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._prune_at = 256
+
+    def add(self, *handles: RemovableHandle) -> None:
+        self._handles.extend(handles)
+        if len(self._handles) >= self._prune_at:
+            self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
+            self._prune_at = 2 * len(self._handles) + 256
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class Attachable(Protocol):
+    """What knows how to put itself on a module."""
+
+    def attach(self, module: nn.Module) -> RemovableHandle: ...
+
+
+class Attachment:
+    """Hooks that go away together, whatever happens."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self, tap: Attachable, module: nn.Module) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: a site there never runs, and says so
+            self._undo.append(tap.attach(module).remove)
+
+    def defer(self, undo: Callable[[], None]) -> None:
+        """Call ``undo``, which may be called twice, when the hooks go."""
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        failed: BaseException | None = None
+        while self._undo:
+            try:
+                self._undo[-1]()
+            except BaseException as error:  # an interrupt, say: finish first, then let it pass
+                if failed is None:
+                    failed = error
+                    continue
+            self._undo.pop()
+        if failed is not None:
+            raise failed
+
+
+class _EagerStance:
+    """Compiled code ignores hooks that came after compiling (pytorch#117758): run it eagerly meanwhile.
+
+    The stance belongs to the process and sessions may overlap, so the first one in sets it and the last
+    one out restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._stance: Any = None
+
+    def hold(self) -> Callable[[], None]:
+        """Force eager until the returned function is called."""
+        if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing it takes seconds
+            return lambda: None
+        with self._lock:
+            if self._holders == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._holders += 1
+        held = [True]
+
+        def release() -> None:
+            with self._lock:
+                if held and held.pop():
+                    self._holders -= 1
+                    if self._holders == 0:
+                        self._stance.__exit__(None, None, None)
+                        self._stance = None
+
+        return release
+
+
+eager_stance = _EagerStance()

@@ -1,0 +1,97 @@
+"""The names of a model: every module, parameter and buffer under its original path.
+
+What ``torch.compile``, DDP, FSDP and activation checkpointing put between a module and its parent never shows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class Index:
+    """The names of a model: modules by path, parameters and buffers by path."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+        self.modules = dict(walk(model))
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[nn.Module, str]]:
+        """Parameters and buffers by path, each as its owner and its name there."""
+        return {
+            f"{path}.{name}" if path else name: (module, name)
+            for path, module in self.modules.items()
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        }
+
+    # Modules are told apart by identity: a user's class may define equality, or no hash.
+
+    @functools.cached_property
+    def distinct(self) -> dict[int, nn.Module]:
+        """Every module once, by id."""
+        return {id(module): module for module in self.modules.values()}
+
+    @functools.cached_property
+    def _names(self) -> dict[int, list[str]]:
+        names: dict[int, list[str]] = {}
+        for path, module in self.modules.items():
+            names.setdefault(id(module), []).append(path)
+        return names
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Every name of a module: a shared one has several, one of another model none."""
+        return self._names.get(id(module), [])
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return True
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+_WRAPPED = {
+    "_orig_mod": {"OptimizedModule"},
+    "module": {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "AveragedModel"},
+    "_fsdp_wrapped_module": {"FullyShardedDataParallel"},
+    "_checkpoint_wrapped_module": {"ActivationWrapper", "CheckpointWrapper", "OffloadWrapper"},
+}
+
+
+def _is_wrapper(parent: nn.Module, child: str) -> bool:
+    # By class name: importing dynamo or FSDP only to ask would cost seconds. A user's own attribute
+    # called `module` keeps its name.
+    return any(b.__name__ in _WRAPPED[child] and b.__module__.startswith("torch.") for b in type(parent).__mro__)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its original path, parents first; a shared module comes under each of its names.
+
+    Of a wrapper and what it wraps, which have the same path, only the wrapped module is given.
+    """
+    yield from _walk(model, "", ())
+
+
+def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+    if any(module is other for other in above):  # a module that contains itself
+        return
+    children = module._modules
+    inner = next((name for name in _WRAPPED if name in children and _is_wrapper(module, name)), None)
+    if inner is None:
+        yield path, module
+    if not children:
+        return
+    above = (*above, module)
+    for name, child in children.items():
+        if child is not None:
+            below = path if name == inner else f"{path}.{name}" if path else name
+            if child._modules:
+                yield from _walk(child, below, above)
+            else:
+                yield below, child

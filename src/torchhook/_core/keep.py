@@ -1,0 +1,239 @@
+"""From a passing value to the one that is kept: safe, detached, transformed, cast, moved.
+
+This is the only home of copy-on-write and of side streams.
+
+*Copy-on-write.* ``torch._lazy_clone`` shares a tensor's memory until someone writes to it, so a safe
+capture costs a copy only where the model really overwrites the value. Memory that outlives the forward
+(parameters, buffers, the caller's own inputs) is cloned for real instead: a shared storage moves to a new
+address when it is written, which raw pointers held elsewhere (numpy views, CUDA graphs) would not follow.
+
+*Side streams.* ``.cpu()`` in a hook makes the model wait for the transfer. ``device="cpu"`` copies CUDA
+tensors to pinned memory on a stream of its own instead; ``Keep.wait`` is the one wait at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._values import tree
+
+Transform = Callable[[Any], Any]
+
+MODES = ("copy", "live", "reference", "clone")
+
+_lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", torch.clone)
+_in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
+
+
+class Keep:
+    """How values are kept: ``keep.value(passing)`` is what is kept of one.
+
+    ``mode`` is ``"copy"`` (detached and safe), ``"live"`` (safe, still on the autograd graph), ``"reference"`` (the
+    bare tensor, which the model may overwrite) or ``"clone"`` (as copy, but memory is never shared).
+    ``transform`` sees the passing value before it is copied, so that what it throws away is never copied or moved.
+    """
+
+    def __init__(
+        self,
+        mode: str = "copy",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        transform: Transform | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise ValueError(f"keep={mode!r} is not a way to keep values; use {', '.join(map(repr, MODES))}.")
+        if transform is not None and not callable(transform):
+            raise TypeError(f"transform must be callable, found {type(transform).__name__}.")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
+        self.mode = mode
+        self.device = None if device is None else torch.device(device)
+        self.dtype = dtype
+        self.transform = transform
+        self._owned: list[Tensor] = []
+        self._owned_ids: frozenset[int] = frozenset()
+        self._inputs: list[Tensor] = []
+        self._outliving_ids: frozenset[int] = frozenset()
+        self._outliving_storages: frozenset[int | None] | None = None
+        self._to_host = HostCopies() if self.device == torch.device("cpu") else None
+        plain = self.device is None and dtype is None
+        keeps = {"copy": self._copy, "live": self._live, "reference": _as_is, "clone": _clone}
+        self._as_it_is: Callable[[Tensor], Tensor] = keeps[mode]
+        self._tensor = self._as_it_is if plain else self._converted
+        self._fast = mode == "copy" and transform is None and dtype is None and (plain or self._to_host is not None)
+
+    def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
+        """A function that keeps a passing value and puts it away with its call index and its place in ``order``.
+
+        It runs once for every captured layer, so what ``value`` does for a plain tensor is written out in it.
+        """
+        if not self._fast:
+            return lambda value, call: put((call, next(order), self.value(value)))
+        host = self._to_host is not None
+
+        def record(value: Any, call: int) -> None:
+            if (
+                type(value) is Tensor
+                and not value._is_view()
+                and not value.is_inference()
+                and not value.is_quantized
+                and id(value) not in self._outliving_ids
+                and not _in_functorch()
+                and (not host or value.is_cpu)
+            ):
+                try:
+                    put((call, next(order), _lazy_clone(value.data)))  # data: quicker than detach, and no view is kept
+                    return
+                except (NotImplementedError, RuntimeError):
+                    pass
+            put((call, next(order), self.value(value)))
+
+        return record
+
+    def value(self, value: Any) -> Any:
+        """What is kept of one passing value."""
+        if self.transform is not None:
+            if self.mode in ("copy", "clone"):
+                with torch.no_grad():
+                    value = self.transform(value)
+            else:
+                value = self.transform(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        try:
+            return tree.map_tensors(self._tensor, value)
+        except RecursionError:  # a list that holds itself: no tree to rebuild
+            return value
+
+    def owns(self, tensors: Iterable[Tensor]) -> None:
+        """Name the tensors that the model owns. Their memory outlives the forward pass."""
+        self._owned = list(tensors)
+        self._owned_ids = frozenset(id(tensor) for tensor in self._owned if type(tensor) is Tensor)
+        self.called_with(())
+
+    def called_with(self, tensors: Iterable[Tensor]) -> None:
+        """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
+        self._inputs = list(tensors)
+        self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
+        self._outliving_storages = None
+
+    def wait(self) -> None:
+        """Return when every value that was kept can be read."""
+        if self._to_host is not None:
+            self._to_host.wait()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._may_share(tensor):
+            try:
+                return _lazy_clone(tensor.detach() if tensor.requires_grad else tensor)
+            except (NotImplementedError, RuntimeError):
+                pass  # sparse and opaque layouts; memory that torch does not own
+        return _clone(tensor)
+
+    def _live(self, tensor: Tensor) -> Tensor:
+        if self._may_share(tensor):
+            try:
+                return _lazy_clone(tensor)
+            except (NotImplementedError, RuntimeError):
+                pass
+        return tensor.clone()
+
+    def _may_share(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
+        if type(tensor) is not Tensor or tensor.is_quantized or _in_functorch():  # a Parameter outlives by its type
+            return False
+        if not tensor._is_view() and not tensor.is_inference():
+            return id(tensor) not in self._outliving_ids
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return False
+        if storage.nbytes() > _ROOMY * tensor.nbytes:
+            return False  # a small view would hold on to all of it
+        if self._outliving_storages is None:
+            self._outliving_storages = frozenset(map(_storage_id, [*self._owned, *self._inputs]))
+        return storage._cdata not in self._outliving_storages
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        detach = self.mode in ("copy", "clone") and tensor.requires_grad
+        source = tensor.detach() if detach else tensor
+        if self.dtype is not None and source.is_floating_point():
+            source = source.to(self.dtype)
+        strided = type(source) is Tensor and source.layout == torch.strided and not source.is_quantized
+        if self._to_host is not None and source.is_cuda and strided and self.mode in ("copy", "clone"):
+            cast = source.dtype != tensor.dtype  # made fresh memory, which nobody else writes to
+            return self._to_host.copy(source if cast else self._as_it_is(source))
+        if self.device is not None:
+            source = source.to(self.device)
+        fresh = source.dtype != tensor.dtype or source.device != tensor.device
+        return source if fresh else self._as_it_is(source)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    # Not always detach: subclasses refuse it on inference tensors.
+    if _in_functorch():
+        tensor = _unwrapped(tensor)
+    return (tensor.detach() if tensor.requires_grad else tensor).clone()
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor behind the wrappers of ``torch.func``, which are dead outside; the dim of vmap comes first."""
+    while _in_functorch() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        batched = torch._C._functorch.is_batchedtensor(tensor)
+        dim = torch._C._functorch.maybe_get_bdim(tensor) if batched else 0
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = tensor.movedim(dim, 0) if batched else tensor
+    return tensor
+
+
+def _storage_id(tensor: Tensor) -> int | None:
+    # Not data_ptr(): asking for a pointer ends copy-on-write.
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+
+
+class HostCopies:
+    """Copies from CUDA to pinned host memory that the model does not wait for."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def copy(self, source: Tensor) -> Tensor:
+        """Start copying ``source``, which nobody may write to, and return the host tensor to be filled."""
+        device = source.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(source, device="cpu", pin_memory=True)
+            host.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        # The source is held until the copy is done: once it is dropped, the last owner of a
+        # copy-on-write storage may write to the memory in place while the copy still reads it.
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        self._pending.append((done, source))
+        return host
+
+    def wait(self) -> None:
+        while self._pending:
+            event, source = self._pending[0]
+            event.synchronize()
+            self._pending.popleft()
+            del source

@@ -1,0 +1,92 @@
+"""Why a site that was selected stayed silent: the likely cause, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from torchhook._core.functional import Listener
+from torchhook._core.gradients import GradTap
+from torchhook._core.index import Index
+from torchhook._core.scope import Scope
+from torchhook._core.select import Target, live_tensor
+from torchhook._core.taps import Tap
+from torchhook.errors import suggestion
+
+
+def cause(
+    target: Target, tap: Tap, index: Index, taps: Mapping[int, Tap], scope: Scope, listener: Listener | None
+) -> str:
+    """The likely cause. ``taps`` are those of this session by module id, the model's own among them."""
+    site = target.site
+    if isinstance(tap, GradTap):
+        return _no_gradient(target, tap)
+    if tap.elsewhere and not tap.ran:
+        times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
+        return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
+    if site.call is not None and tap.ran:
+        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
+    around = _around(site.path, index)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
+        return "it is TorchScript, which takes no hooks: use the module it was made from."
+    if not any(other.ran for other in taps.values()):
+        return "the model was not called while the session was open: call it (not model.forward) inside the block."
+    if scope.stopped_at is not None:
+        return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
+    if site.op is not None and listener is not None:
+        return _no_operation(target, index, listener)
+    if around and isinstance(around[0][1], nn.MultiheadAttention):
+        name = site.path.rpartition(".")[2]
+        return (
+            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
+            f"capture {around[0][0]!r} instead."
+        )
+    for path, module in around:
+        known = taps.get(id(module))
+        if known is not None and known.ran == 0:
+            return f"{path!r}, which holds it, did not run either: a branch that was not taken?"
+    where = f" in {around[0][0]!r}" if around and around[0][0] else ""
+    return (
+        f"the model ran without calling it{where}: a branch that was not taken, "
+        "or code that uses its weights or its .forward directly."
+    )
+
+
+def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
+    """The modules that hold the one at ``path``, innermost first."""
+    found = []
+    while path:
+        path = path.rpartition(".")[0]
+        if path in index.modules:
+            found.append((path, index.modules[path]))
+    return found
+
+
+def _no_operation(target: Target, index: Index, listener: Listener) -> str:
+    site = target.site
+    where = repr(site.path) if site.path else "the model itself"
+    own = listener.seen.get(id(target.module))
+    if own and site.op is not None:
+        return f"{where} ran no {site.op!r}. {suggestion(site.op, own)}"
+    below = [
+        f"{path}/{site.op}"
+        for path, module in index.modules.items()
+        if path.startswith(f"{site.path}." if site.path else "") and site.op in listener.seen.get(id(module), ())
+    ]
+    if below:
+        return f"{where} ran no operation of its own; modules in it did: {', '.join(map(repr, below[:3]))}."
+    return f"{where} ran no operation, or did not run at all."
+
+
+def _no_gradient(target: Target, tap: GradTap) -> str:
+    if target.tensor is not None and not live_tensor(target).requires_grad:
+        return "it does not require a gradient."
+    if tap.without_grad:
+        return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
+    if tap.source is not None and not tap.source.ran:
+        return "it did not run in the forward pass while the session was open."
+    if target.site.call is not None and tap.ran:
+        return f"gradients arrived for other calls, but not for call {target.site.call}."
+    return "no gradient reached it: call backward inside the block, on something that depends on it."

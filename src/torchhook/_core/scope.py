@@ -1,0 +1,35 @@
+"""Whose calls are seen: the identity of an open session, and the context (thread, asyncio task) that it belongs to."""
+
+from __future__ import annotations
+
+import contextvars
+
+
+class Scope:
+    """The identity of one open session."""
+
+    __slots__ = ("closed", "stopped_at")
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.stopped_at: str | None = None
+
+    def enter(self) -> None:
+        """From here on, calls made in this context belong to this scope."""
+        active.set(active.get() | {self})
+
+    def leave(self) -> None:
+        # Not ContextVar.reset: sessions may overlap, and close in another context than they opened in.
+        active.set(active.get() - {self})
+
+
+active: contextvars.ContextVar[frozenset[Scope]] = contextvars.ContextVar("torchhook_active", default=frozenset())
+"""The scopes that the running context belongs to."""
+
+
+class Stop(BaseException):
+    """Ends a forward pass at the last needed site. Not an ``Exception``: models catch those."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__("a torchhook session with stop=True ended this forward pass")
+        self.scope = scope

@@ -1,0 +1,208 @@
+"""Taps: what passes one place is counted, edited and looked at.
+
+A ``Tap`` is the one hook of a module in one direction, or of one operation in it. It counts its calls and hands
+each passing value to its edits, which may change it, and then to its keeps, which only look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchhook._core.hooks import after_call, before_call
+from torchhook._core.recompute import Segments, graph_task
+from torchhook._core.scope import Scope, active
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
+
+Edit = Callable[[Any, int], Any]
+"""Takes a passing value and the index of the call, returns the value that the model goes on with."""
+
+Look = Callable[[Any, int], None]
+"""Takes a passing value and the index of the call."""
+
+
+class Tap:
+    """What passes one place: counted, edited, looked at."""
+
+    __slots__ = ("calls", "edits", "elsewhere", "grad", "keeps", "label", "ran", "recomputed", "scope", "segments")
+
+    def __init__(self, label: str, scope: Scope | None = None) -> None:
+        self.label = label
+        self.scope = scope
+        """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
+        self.edits: list[Edit] = []
+        self.keeps: list[Look] = []
+        self.grad: GradientWatcher | None = None
+        self.calls = count()
+        self.ran = 0
+        self.elsewhere = 0
+        self.recomputed = 0
+        self.segments = Segments()
+
+    # A copied or unpickled model must not write into the recording of the original, and must load
+    # where torchhook is not installed: the copy of a tap is a do-nothing from the standard library.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return contextlib.nullcontext().__exit__
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    def is_foreign(self) -> bool:
+        """Whether this call was made in a context that the tap does not belong to."""
+        if self.scope is None or self.scope in active.get():
+            return False
+        if graph_task() != -1 and self.segments.is_known():
+            return False  # autograd recomputes on threads of its own
+        self.elsewhere += 1
+        return True
+
+    @property
+    def recomputing(self) -> bool:
+        return self.ran > 0 and graph_task() != -1
+
+    def take(self, value: Any, source: Any = ()) -> Any:
+        """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
+        again = self.recomputing
+        if again:
+            call = self.segments.call_again(self.ran)
+            self.recomputed += 1
+        else:
+            call = next(self.calls)
+            self.ran = call + 1
+            if self.edits or self.grad is not None:
+                self.segments.note(call)
+        for edit in self.edits:
+            value = edit(value, call)
+        if not again:  # keeps have seen it before
+            for keep in self.keeps:
+                keep(value, call)
+        return value if self.grad is None else self.grad.watch(value, call, source, again)
+
+
+class GradientWatcher(Protocol):
+    """Waits for the gradient of a passing value, which it may replace by an alias."""
+
+    def watch(self, value: Any, call: int, source: Any, again: bool) -> Any: ...
+
+
+class OutputTap(Tap):
+    """A forward hook."""
+
+    __slots__ = ("_only_looks",)
+
+    def __init__(self, label: str, scope: Scope | None = None) -> None:
+        super().__init__(label, scope)
+        self._only_looks = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.scope is not None and self.scope not in active.get() and self.is_foreign():
+            return None
+        if self._only_looks and graph_task() == -1:
+            # What take does then, without the call: this runs once for every captured layer.
+            call = next(self.calls)
+            self.ran = call + 1
+            for keep in self.keeps:
+                keep(output, call)
+            return None
+        value = self.take(output, args)
+        return None if value is output else value
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        self._only_looks = not self.edits and self.grad is None
+        return after_call(module, self)
+
+
+class CustomTap(OutputTap):
+    """A forward hook whose passing value is what a function in PyTorch's own style makes of the call."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, label: str, scope: Scope | None, function: Callable[[nn.Module, Any, Any], Any]) -> None:
+        super().__init__(label, scope)
+        self.function = function
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.is_foreign():
+            return
+        value = self.function(module, args, output)
+        if value is not None:
+            self.take(value)
+
+
+class InputTap(Tap):
+    """A forward pre-hook. One positional argument passes as itself, anything else as ``Inputs``."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None or self.is_foreign():  # without kwargs: removed by a hook that ran just before
+            return None
+        passing = as_value(args, kwargs)
+        value = self.take(passing)
+        return None if value is passing else as_arguments(value)
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        return before_call(module, self, with_kwargs=True)
+
+
+class StaticTap(Tap):
+    """A forward hook that the compiler can follow: it only puts clones into a list.
+
+    The compiler drops a clone where nothing overwrites the value.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, label: str, values: list[Any]) -> None:
+        super().__init__(label)
+        self.values = values
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.values.append(output.clone() if isinstance(output, Tensor) else tree.map_tensors(torch.clone, output))
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        return after_call(module, self)
+
+
+class EnterTap(Tap):
+    """Says when a module begins to run."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[nn.Module], None]) -> None:
+        super().__init__("enter")
+        self.function = function
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.function(module)
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        return before_call(module, self)
+
+
+class LeaveTap(EnterTap):
+    """Says when a module has run, also when it raised; first of all hooks, so that the others run outside of it."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self.function(module)
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        return after_call(module, self, prepend=True, always_call=True)
+
+
+def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if len(args) == 1 and not kwargs else Inputs(args, kwargs)
+
+
+def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (value.args, value.kwargs) if isinstance(value, Inputs) else ((value,), {})

@@ -1,0 +1,123 @@
+"""What a batch means: what the model is called with, and which part of it are ids and labels."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
+from torchhook.errors import ExtractError, suggestion
+
+Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | None"
+"""A key or position in the batch, a function of the batch, or one value for every row of the data set."""
+
+_LABELS = ("label", "labels", "target", "targets", "y")
+_NOT_INPUTS = frozenset({*_LABELS, "id", "ids", "idx", "index", "path", "paths", "name", "key"})
+
+
+def rows_in(batch: Any) -> int:
+    """How many rows a batch has: the length of its first tensor, or of its first list.
+
+    >>> rows_in({"x": torch.zeros(4, 3), "label": torch.zeros(4)})
+    4
+    """
+    for tensor in tree.tensors(batch):
+        if tensor.dim():
+            return len(tensor)
+    if isinstance(batch, (list, tuple, np.ndarray)):
+        return len(batch)
+    raise ExtractError(
+        f"a batch of the data is {tree.describe(batch)}: without a tensor in it, its rows cannot be counted."
+    )
+
+
+def call_of(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None) -> Inputs:
+    """What to call the model with.
+
+    A tensor is the input; of a tuple or list, the first part is; a mapping or dataclass gives keyword arguments, those
+    that the model's forward takes. What ``input_fn`` returns is taken as it is: a tuple is all positional arguments.
+    """
+    if input_fn is not None:
+        made = input_fn(batch)
+        if isinstance(made, Inputs):
+            return made
+        if isinstance(made, tuple):
+            return Inputs(made, {})
+        return Inputs((), dict(made)) if isinstance(made, Mapping) else Inputs((made,), {})
+    fields = _fields(batch)
+    if fields is not None:
+        return _keywords(fields, model)
+    if isinstance(batch, (tuple, list)) and batch:
+        return call_of(batch[0], model, None)
+    return Inputs((torch.as_tensor(batch) if isinstance(batch, np.ndarray) else batch,), {})
+
+
+def _fields(batch: Any) -> dict[str, Any] | None:
+    if isinstance(batch, Mapping):
+        return {str(key): value for key, value in batch.items()}
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return dict(zip(batch._fields, batch, strict=True))
+    return None
+
+
+def _keywords(fields: dict[str, Any], model: nn.Module) -> Inputs:
+    parameters = inspect.signature(model.forward).parameters
+    given = {key: value for key, value in fields.items() if key not in _NOT_INPUTS}
+    named = {key: value for key, value in given.items() if key in parameters}
+    if named:
+        return Inputs((), named)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and len(given) > 1:
+        return Inputs((), given)
+    tensors = [value for value in given.values() if isinstance(value, Tensor)]
+    if len(tensors) == 1:
+        return Inputs((tensors[0],), {})
+    raise ExtractError(
+        f"the batches have the fields {', '.join(map(repr, fields))}, and the model's forward takes "
+        f"{', '.join(map(repr, parameters))}. Say with input_fn=lambda batch: ... what to call it with."
+    )
+
+
+def labels_of(batch: Any) -> Any:
+    """The labels of a batch that has an obvious place for them: the second of two, or a field of that name."""
+    fields = _fields(batch)
+    if fields is not None:
+        found = next((fields[key] for key in _LABELS if key in fields), None)
+    else:
+        found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    if isinstance(found, Tensor):
+        return found if found.dim() == 1 and len(found) == rows_in(batch) else None
+    texts = isinstance(found, (list, tuple)) and len(found) > 0 and all(isinstance(text, str) for text in found)
+    return list(found) if texts and found is not None else None
+
+
+def part_of(batch: Any, part: str | int | Callable[[Any], Any], keyword: str) -> Any:
+    """The part of a batch that ``ids=``, ``labels=`` or ``lengths=`` names."""
+    if callable(part):
+        return part(batch)
+    fields = _fields(batch)
+    if isinstance(part, str):
+        if fields is None or part not in fields:
+            raise ExtractError(
+                f"{keyword}={part!r}: the batches have no such field. {suggestion(part, fields or {})}".rstrip()
+            )
+        return fields[part]
+    try:
+        return batch[part]
+    except (LookupError, TypeError) as error:
+        raise ExtractError(f"{keyword}={part!r}: a batch is {tree.describe(batch)}.") from error
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """The tensors of a value on ``device``; from pinned memory without waiting."""
+    if device.type == "cpu":
+        return tree.map_tensors(lambda t: t if t.device == device else t.to(device), value)
+    return tree.map_tensors(lambda t: t.to(device, non_blocking=True), value)

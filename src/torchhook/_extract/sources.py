@@ -1,0 +1,219 @@
+"""Where rows come from: data sets whose rows have numbers, and streams that can only be read in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from torchhook._extract.batches import Batch, Cuts, Tolerant, TolerantCollate, copied, split, why
+from torchhook._extract.inputs import rows_in
+from torchhook.errors import ExtractError
+
+BATCH = 32
+LOOK = 16
+"""So many batches of a stream are tried, if rows may be skipped, until one can be measured: they are kept."""
+
+
+class Indexed:
+    """A data set with a length: any row can be had by its number."""
+
+    kind = "rows"
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: Sequence[int] | None = None,
+        ends: Sequence[int] | None = None,
+        batch_size: int = BATCH,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        options: dict[str, Any] | None = None,
+        tolerant: bool = False,
+    ) -> None:
+        self.dataset, self.collate, self.batch_size, self.tolerant = dataset, collate, batch_size, tolerant
+        self.order: Sequence[int] = range(len(dataset)) if order is None else order
+        self.ends = ends
+        """Where the batches of a batch sampler end, if they are to be kept: ``batch_size`` is then the largest."""
+        self.rows: int | None = len(self.order)
+        self.options = options or {}
+
+    def batches(self, spans: Iterable[tuple[int, int]], first: Batch | None = None) -> Iterator[Batch]:
+        """Batches of the given spans of rows, in their order; none reaches over the end of its span.
+
+        If they begin with the batch ``first``, it is not loaded again.
+        """
+        spans = list(spans)
+        if first is not None and spans and spans[0][0] == first.start and first.start + first.span <= spans[0][1]:
+            yield first
+            spans[0] = (first.start + first.span, spans[0][1])
+        plan = Cuts(spans, self.batch_size, self.order, self.ends)
+        loader: Any = DataLoader(
+            cast(Any, Tolerant(self.dataset) if self.tolerant else self.dataset),
+            batch_sampler=plan,
+            collate_fn=TolerantCollate(self.collate) if self.tolerant else self.collate,
+            generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
+            **self.options,
+        )
+        if len(plan):
+            for (start, stop), value in zip(plan.cuts(), loader, strict=True):
+                yield self._batch(start, stop, value)
+
+    def _batch(self, start: int, stop: int, value: Any) -> Batch:
+        value, failed = value if self.tolerant else (value, {})
+        return Batch(start, stop - start, value, failed, lambda: self._singles(start, stop))
+
+    def _singles(self, start: int, stop: int) -> Iterator[Batch]:
+        for row in range(start, stop):
+            yield self._single(row)
+
+    def _single(self, row: int) -> Batch:
+        try:
+            return Batch(row, 1, self.collate([self.dataset[int(self.order[row])]]), {}, lambda: iter(()))
+        except Exception as error:
+            return Batch(row, 1, None, {0: why(error)}, lambda: iter(()))
+
+    def first(self) -> Iterator[Batch]:
+        """Batches to measure with, loaded here and now."""
+        options, self.options = self.options, {}
+        try:
+            assert self.rows is not None
+            yield from self.batches([(0, self.rows)] if self.rows else [])
+        finally:
+            self.options = options
+
+
+class Stream:
+    """Batches in the order in which they come. ``first`` can be looked at without losing it."""
+
+    kind = "stream"
+    rows: int | None = None
+
+    def __init__(self, batches: Iterable[Any], batch_size: int | None = None, tolerant: bool = False) -> None:
+        self.batch_size, self.tolerant = batch_size, tolerant
+        self._source = batches
+        self._seen: list[tuple[Any, Any]] = []
+        self._rest: Iterator[tuple[Any, Any]] | None = None
+
+    def _values(self) -> Iterator[tuple[Any, Any]]:
+        """Each batch, and the same again, to take its single rows from: the model may change the first in place."""
+        if self._rest is None:
+            filled = (value for value in self._source if rows_in(value))
+            self._rest = ((value, copied(value) if self.tolerant else value) for value in filled)
+        again, self._seen = self._seen, []
+        return itertools.chain(again, self._rest)
+
+    def batches(self, spans: Iterable[tuple[int, int]] = (), first: Batch | None = None) -> Iterator[Batch]:
+        """Every batch from the beginning: what is not needed is passed over by the reader of this."""
+        at = 0
+        for value, kept in self._values():
+            yield _whole(at, value, kept)
+            at += rows_in(value)
+
+    def first(self) -> Iterator[Batch]:
+        """Batches to measure with: copies, since the run comes to them again."""
+        at = 0
+        for value, kept in itertools.islice(self._values(), LOOK):
+            self._seen.append((value, kept))
+            yield _whole(at, copied(value), copied(kept) if self.tolerant else value)
+            at += rows_in(value)
+
+
+def _whole(at: int, value: Any, kept: Any) -> Batch:
+    rows = rows_in(kept)
+    return Batch(at, rows, value, {}, lambda: split(at, rows, kept))
+
+
+Source = Indexed | Stream
+
+
+def source(data: Any, batch_size: int | None, workers: int | None, tolerant: bool, pin: bool = False) -> Source:
+    """Make a source of anything that holds data."""
+    options: dict[str, Any] = {"num_workers": workers or 0, "pin_memory": pin}
+    if isinstance(data, DataLoader):
+        return _of_loader(data, batch_size, workers, tolerant, options)
+    if type(data).__module__.split(".")[0] == "datasets" and hasattr(data, "with_format"):
+        settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
+        if settings["type"] is None:
+            data = data.with_format("torch")  # else numbers come as Python lists, which collate the wrong way round
+    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not _is_map(data)):
+        if isinstance(data, IterableDataset):
+            loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
+            return Stream(loader, batch_size or BATCH, tolerant)
+        if batch_size is None:
+            return Stream(data, tolerant=tolerant)
+        return Stream(_chunks(data, batch_size), batch_size, tolerant)
+    if _is_map(data):
+        return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
+    raise TypeError(
+        f"data is a {type(data).__name__}; expected a data set, a DataLoader, an iterable of batches, "
+        "a tensor of rows, or the path of a folder of images."
+    )
+
+
+def _is_map(data: Any) -> bool:
+    return isinstance(data, (Tensor, np.ndarray)) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+
+
+def _of_loader(
+    loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool, options: Any
+) -> Source:
+    if isinstance(loader.dataset, IterableDataset):
+        return Stream(loader, loader.batch_size, tolerant)
+    for name in ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "pin_memory"):
+        options[name] = getattr(loader, name)
+    options["num_workers"] = loader.num_workers if workers is None else workers
+    if not options["num_workers"]:
+        for name in ("timeout", "multiprocessing_context", "prefetch_factor"):
+            options.pop(name)
+    if loader.batch_sampler is None:
+        return Stream(loader, tolerant=tolerant)
+    listed = _listed(loader)
+    ends = None
+    if loader.batch_size is None and batch_size is None:
+        ends = list(itertools.accumulate(map(len, listed or ())))
+        batch_size = max(map(len, listed or ()), default=BATCH)
+    return Indexed(
+        loader.dataset,
+        order=None if listed is None else [row for batch in listed for row in batch],
+        ends=ends,
+        batch_size=batch_size or loader.batch_size or BATCH,
+        collate=loader.collate_fn,
+        options=options,
+        tolerant=tolerant,
+    )
+
+
+def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:
+    """The rows of a loader in its order, which must be the same each time: else no run could be resumed.
+
+    As batches where a batch sampler makes them, else as one; ``None`` if they are all rows in their own order.
+    """
+    if isinstance(loader.sampler, SequentialSampler) and loader.batch_size is not None:
+        return None
+    random = isinstance(loader.sampler, RandomSampler)
+    first, second = ([], [[1]]) if random else (_batches_of(loader), _batches_of(loader))
+    if first != second:
+        raise ExtractError(
+            "the DataLoader gives its rows in another order each time (shuffle=True?). Features keep the order of the "
+            "data set: pass shuffle=False, and shuffle when you read them."
+        )
+    return first
+
+
+def _batches_of(loader: DataLoader[Any]) -> list[list[int]]:
+    if loader.batch_size is not None:
+        return [[int(i) for i in loader.sampler]]
+    batches = ([int(i) for i in batch] for batch in loader.batch_sampler or ())
+    return [batch for batch in batches if batch]
+
+
+def _chunks(data: Iterable[Any], size: int) -> Iterator[Any]:
+    rows = iter(data)
+    while chunk := list(itertools.islice(rows, size)):
+        yield default_collate(chunk)

@@ -1,0 +1,112 @@
+"""Background writers: full slabs in, committed shards out.
+
+There are few slabs, so a slow disk makes ``take`` wait: that slows the model down instead of filling the memory.
+An error in a writer surfaces in the next ``take`` or in ``close``.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torchhook._extract.slabs import Slab, check_values
+from torchhook._features import shards
+from torchhook._features.manifest import Plan
+from torchhook._features.storage import Place
+from torchhook.errors import note
+
+_NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may overflow
+
+
+class Done(NamedTuple):
+    """A shard that is committed."""
+
+    shard: int
+    rows: int
+    nbytes: int
+    ours: bool
+    """Whether this writer was the first."""
+    skipped: dict[int, str]
+    """Rows of the whole data set that were skipped, and why."""
+
+
+class Writer:
+    """Commits slabs on a few threads."""
+
+    def __init__(
+        self,
+        place: Place,
+        plan: Plan,
+        *,
+        pin: bool = False,
+        slabs: int = 4,
+        threads: int = 3,
+        skip: bool = False,
+        check_nan: bool = True,
+        done: Callable[[Done], None] = lambda done: None,
+    ) -> None:
+        self._place, self._plan, self._done = place, plan, done
+        self._pin, self._unmade = pin, slabs
+        self._skip, self._check_nan = skip, check_nan
+        self._free: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._work, name=f"shard-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, shard: int) -> Slab:
+        """A free slab for ``shard``; waits until there is one."""
+        self._raise()
+        if self._free.empty() and self._unmade:
+            self._unmade -= 1
+            plan = self._plan
+            rows = plan.rows_per_shard if plan.rows is None else min(plan.rows_per_shard, plan.rows)
+            return Slab(plan.columns, rows, plan.row_bytes, self._pin).begin(shard)
+        slab = self._free.get()
+        self._raise()
+        assert slab is not None
+        return slab.begin(shard)
+
+    def submit(self, slab: Slab) -> None:
+        """Commit a full slab; it must not be touched any more."""
+        self._full.put(slab)
+
+    def close(self) -> None:
+        """Return when everything that was submitted is committed, or raise what went wrong."""
+        for _ in self._threads:
+            self._full.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (slab := self._full.get()) is not None:
+            try:
+                self._commit(slab)
+            except BaseException as error:
+                # The other shards are still written: what is done is done.
+                note(error, f"Raised while shard {slab.shard} was written.")
+                self._error = self._error or error
+            self._free.put(slab)
+
+    def _commit(self, slab: Slab) -> None:
+        for event in slab.ready:
+            event.synchronize()
+        first, _ = self._plan.span(slab.shard)
+        if self._check_nan:
+            check_values(slab, first, self._plan.dtype in _NARROW, self._skip)
+        metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows), **slab.metadata}
+        if slab.skipped:
+            metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
+        chunks = shards.encode(slab.tensors(), metadata)
+        ours = self._place.create(shards.name_of(slab.shard), chunks)
+        skipped = {first + row: why for row, why in slab.skipped.items()}
+        self._done(Done(slab.shard, slab.rows, sum(map(len, chunks)), ours, skipped))

@@ -1,0 +1,132 @@
+"""A store as a ``torch.utils.data.Dataset``, for workers, shuffling and whole batches at once."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from torchhook._features.columns import numbers
+from torchhook.errors import ExtractError
+
+if TYPE_CHECKING:
+    from torchhook._features.api import Features
+
+
+_SMALL = 64 << 20
+
+
+def _unbound(rows: Any) -> Sequence[Any]:
+    return rows.unbind() if isinstance(rows, Tensor) else list(rows)
+
+
+class FeatureDataset(Dataset[Any]):
+    """Rows of a store: ``x``, or ``(x, label)`` where there are labels, or ``(x, label, id)`` with ``ids=True``.
+
+    ``x`` is a tensor for one layer and a dict for several. Rows that were skipped or are missing are left out;
+    ``rows`` chooses others. ``dataset[[1, 5, 9]]`` is a batch, read at once; ``loader`` makes such batches.
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        layers: str | Sequence[str] | None = None,
+        *,
+        labels: bool | None = None,
+        ids: bool = False,
+        rows: Any = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.features, self.ids, self.transform = features, ids, transform
+        names = features.keys() if layers is None else [layers] if isinstance(layers, str) else list(layers)
+        self.single = len(names) == 1 and (layers is None or isinstance(layers, str))
+        self.layers = {name: features[name] for name in names}
+        self.labels = features.labels is not None if labels is None else labels
+        if self.labels and features.labels is None:
+            raise ExtractError(f"labels=True: {features.path} has no labels.")
+        if rows is None:
+            complete = not features.skipped and not features.missing
+            self.rows = None if complete else features.valid()
+        else:
+            self.rows = torch.tensor(_numbers(rows, len(features)), dtype=torch.int64)
+
+    def __reduce__(self) -> Any:
+        layers = next(iter(self.layers)) if self.single else list(self.layers)
+        return _again, (self.features, layers, self.labels, self.ids, self.rows, self.transform)
+
+    def __len__(self) -> int:
+        return len(self.features) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            if isinstance(index, (slice, list, tuple, range)) or np.ndim(index):
+                return self._batch(index)
+            index = operator.index(index)  # a number of numpy's, or a tensor without dims
+        row = range(len(self))[index] if self.rows is None else int(self.rows[index])
+        extras = [] if self._labels is None else [self._labels[row]]
+        if self.ids:
+            extras.append(self.features.ids[row])
+        return self._shaped([values[row] for values in self.layers.values()], extras)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """What a ``DataLoader`` asks for: the rows of a batch, read at once."""
+        rows = self._numbers(indices)
+        columns = [_unbound(values.take(rows)) for values in self.layers.values()]
+        extras = [_unbound(extra) for extra in self._extras(rows)]
+        if self.single and self.transform is None:
+            return list(zip(columns[0], *extras, strict=True)) if extras else list(columns[0])
+        samples = zip(*columns, strict=True)
+        return [self._shaped(x, extra) for x, extra in zip(samples, zip(*extras) if extras else repeat(()))]  # noqa: B905
+
+    def _batch(self, index: Any) -> Any:
+        rows = self._numbers(index)
+        return self._shaped([values[rows] for values in self.layers.values()], self._extras(rows))
+
+    def _extras(self, rows: list[int]) -> list[Any]:
+        """Labels and ids of some rows."""
+        found: list[Any] = [self._labels[rows]] if self._labels is not None else []
+        if self.ids:
+            ids = self.features.ids
+            found.append([ids[row] for row in rows] if isinstance(ids, range) else ids[rows])
+        return found
+
+    @functools.cached_property
+    def _labels(self) -> Any:
+        """The labels: in memory where they are small, since there is one for every row that is read."""
+        labels = self.features.labels if self.labels else None
+        small = labels is not None and len(labels) * labels.column.item_bytes <= _SMALL
+        if labels is None or labels.column.ragged or self.features.missing or not small:
+            return labels
+        return labels[:]
+
+    def _numbers(self, index: Any) -> list[int]:
+        chosen = _numbers(index, len(self))
+        return chosen if self.rows is None else self.rows[chosen].tolist()
+
+    def _shaped(self, values: Sequence[Any], extras: Sequence[Any]) -> Any:
+        x = values[0] if self.single else dict(zip(self.layers, values, strict=True))
+        x = x if self.transform is None else self.transform(x)
+        return (x, *extras) if extras else x
+
+    def loader(self, batch_size: int = 256, *, shuffle: bool = False, workers: int = 0, **options: Any) -> Any:
+        """A ``DataLoader`` whose batches are read whole, without collating rows one by one."""
+        generator = options.pop("generator", None)
+        sampler: Any = RandomSampler(self, generator=generator) if shuffle else SequentialSampler(self)
+        drop_last = options.pop("drop_last", False)
+        batches: Any = BatchSampler(sampler, batch_size, drop_last)
+        return DataLoader(self, sampler=batches, batch_size=None, num_workers=workers, generator=generator, **options)
+
+
+def _numbers(index: Any, rows: int) -> list[int]:
+    return numbers(range(*index.indices(rows)) if isinstance(index, slice) else index, rows, "dataset")
+
+
+def _again(features: Features, layers: Any, labels: bool, ids: bool, rows: Any, transform: Any) -> FeatureDataset:
+    return FeatureDataset(features, layers, labels=labels, ids=ids, rows=rows, transform=transform)

@@ -1,0 +1,81 @@
+"""``index.json``: what the headers of all shards say, in one file. A cache, which can always be made again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import NamedTuple
+
+from torchhook._features import shards
+from torchhook._features.manifest import Plan
+from torchhook._features.storage import Place
+from torchhook.errors import BrokenShardError, ExtractError
+
+NAME = "index.json"
+REPAIR = "To repair: open_features(path, incomplete=True).verify().discard(), then the same extract call again."
+
+
+class Entry(NamedTuple):
+    """One shard."""
+
+    shard: int
+    rows: int
+    size: int
+    crc32: str
+    skipped: dict[str, str]
+
+
+def read_headers(place: Place, sizes: dict[str, int] | None = None, broken: list[str] | None = None) -> list[Entry]:
+    """The index, from the shards themselves. What is wrong with broken ones goes to ``broken``, or is raised."""
+    entries = []
+    for name, nbytes in sorted((place.sizes(shards.FOLDER) if sizes is None else sizes).items()):
+        number = shards.number_of(name)
+        if number is None:
+            continue
+        try:
+            entries.append(_entry(place, number, nbytes))
+        except BrokenShardError as error:
+            if broken is None:
+                raise BrokenShardError(f"{place.url}: {error} {REPAIR}") from error
+            broken.append(str(error))
+    return entries
+
+
+def _entry(place: Place, shard: int, nbytes: int) -> Entry:
+    name = shards.name_of(shard)
+    header = shards.header(name, lambda a, b: place.read(name, a, b), nbytes)
+    about = header.metadata
+    return Entry(shard, int(about["rows"]), nbytes, header.crc32, json.loads(about.get("skipped", "{}")))
+
+
+def read_index(place: Place, sizes: dict[str, int], broken: list[str] | None = None) -> list[Entry]:
+    """The index from its file, if that fits the shards that are there, else from the shards."""
+    try:
+        entries = [Entry(*entry) for entry in json.loads(place.read(NAME))]
+        if {shards.name_of(e.shard): e.size for e in entries} == {
+            name: size for name, size in sizes.items() if shards.number_of(name) is not None
+        }:
+            return entries
+    except (FileNotFoundError, ValueError, TypeError):
+        pass
+    return read_headers(place, sizes, broken)
+
+
+def write_index(place: Place, entries: list[Entry]) -> None:
+    """Write the index, if it is not there already: a complete store may be one that cannot be written to."""
+    data = json.dumps(entries).encode()
+    with contextlib.suppress(FileNotFoundError):
+        if place.read(NAME) == data:
+            return
+    place.replace(NAME, data)
+
+
+def check_rows(place: Place, plan: Plan, entries: list[Entry]) -> None:
+    """Every shard must have the rows that the plan gives it: a stream may have ended elsewhere the last time."""
+    for entry in entries:
+        first, last = plan.span(entry.shard)
+        if entry.rows != max(0, last - first):
+            raise ExtractError(
+                f"{place.url}: {shards.name_of(entry.shard)} holds {entry.rows} rows where {max(0, last - first)} are "
+                f"expected of {plan.rows} in all: the stream was not the same before. Begin again with resume=False."
+            )

@@ -1,0 +1,98 @@
+"""Rows out of shards: by memory map, or by reading just the bytes that are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchhook._features import shards
+from torchhook._features.storage import Folder, Place
+
+_MOST_MAPS = 4096  # a process may have about 65,000
+
+
+class Shard(Protocol):
+    """An open shard."""
+
+    header: shards.Header
+
+    def rows(self, name: str, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)`` of a tensor; they may share memory with the next ones that are read."""
+
+
+class Mapped:
+    """A shard in memory, page by page as it is read. Private: writing to a row never reaches the file."""
+
+    def __init__(self, path: Path, header: shards.Header) -> None:
+        self.header = header
+        # Not Python's mmap, which holds a file descriptor for every shard.
+        self._storage: Any = torch.UntypedStorage.from_file(str(path), False, header.size)
+        self._tensors: dict[str, Tensor] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        found = self._tensors.get(name)
+        if found is None:
+            dtype, shape, first, last = self.header.span(name)
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            found = torch.empty(0, dtype=dtype)
+            if last > first:
+                found.set_(self._storage, first // dtype.itemsize, empty.shape, empty.stride())
+            else:
+                found = found.reshape(shape)
+            self._tensors[name] = found
+        return found
+
+    def rows(self, name: str, low: int, high: int) -> Tensor:
+        return self.tensor(name)[low:high]
+
+
+class Ranged:
+    """A shard of which only the bytes asked for are read: from an object store, or from a disk that is not cached."""
+
+    def __init__(self, place: Place, name: str, header: shards.Header) -> None:
+        self.header, self._place, self._name = header, place, name
+
+    def rows(self, name: str, low: int, high: int) -> Tensor:
+        dtype, shape, first, last = self.header.span(name)
+        row = (last - first) // shape[0] if shape[0] else 0
+        data = bytearray(self._place.read(self._name, first + low * row, first + high * row)) if high > low else b""
+        if not data:
+            return torch.empty((max(0, high - low), *shape[1:]), dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).reshape(high - low, *shape[1:])
+
+
+class Shelf:
+    """The open shards of a store, the latest of them kept open."""
+
+    def __init__(self, place: Place, sizes: dict[str, int], mapped: bool) -> None:
+        self.place, self.sizes = place, sizes
+        self.mapped = mapped and isinstance(place, Folder)
+        self._open: OrderedDict[int, Mapped | Ranged] = OrderedDict()
+
+    def __getitem__(self, shard: int) -> Mapped | Ranged:
+        found = self._open.get(shard)
+        if found is None:
+            name = shards.name_of(shard)
+            header = shards.header(name, lambda a, b: self.place.read(name, a, b), self.sizes[name])
+            if self.mapped:
+                assert isinstance(self.place, Folder)
+                found = Mapped(self.place.root / name, header)
+            else:
+                found = Ranged(self.place, name, header)
+            self._open[shard] = found
+            if len(self._open) > _MOST_MAPS:
+                self._open.popitem(last=False)
+        return found
+
+
+def fits_in_memory(nbytes: int) -> bool:
+    """Whether reading everything by memory map would leave it in the page cache."""
+    try:
+        return nbytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError, AttributeError):
+        return True

@@ -1,0 +1,103 @@
+"""The shard: a safetensors file whose header holds a checksum of everything in it.
+
+The header fills whole blocks of the disk and the largest column comes right after it, so that it can be written from
+where it lies; every column of a mapped file is aligned.
+Nothing in a shard depends on when, where or by whom it was written: the same rows are the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._features import direct_io
+from torchhook._recording import tensor_file
+from torchhook._recording.tensor_file import DTYPES
+from torchhook.errors import BrokenShardError
+
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+FOLDER = "shards"
+_GUESS = 4096  # most headers fit into the first read
+
+
+def name_of(shard: int) -> str:
+    return f"{FOLDER}/s{shard:09d}.safetensors"
+
+
+def number_of(name: str) -> int | None:
+    """The shard that a file name stands for, or ``None``: temporary files and strangers are no shards."""
+    stem = name.rsplit("/", 1)[-1].removesuffix(".safetensors")
+    fits = stem[:1] == "s" and stem[1:].isdecimal() and name_of(int(stem[1:])).endswith(name.rsplit("/", 1)[-1])
+    return int(stem[1:]) if fits else None
+
+
+def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
+    """The header and the tensors' own memory, in the order of the file: nothing is copied."""
+    return tensor_file.encode(tensors, metadata, "crc32", _crc, align=direct_io.BLOCK)
+
+
+def _crc(header: bytes, chunks: Iterable[Any]) -> str:
+    crc = zlib.crc32(header)
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a shard says about itself."""
+
+    entries: dict[str, Any]
+    metadata: dict[str, str]
+    crc32: str
+    start: int
+    """Where the data begins."""
+    size: int
+    """How long the file must be."""
+
+    def span(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
+        """Dtype, shape, first and last byte in the file of one tensor."""
+        entry = self.entries[name]
+        first, last = entry["data_offsets"]
+        return BY_NAME[entry["dtype"]], entry["shape"], self.start + first, self.start + last
+
+
+Read = Callable[[int, int], bytes]
+"""Bytes ``[start, end)`` of a file."""
+
+
+def header(where: str, read: Read, size: int) -> Header:
+    """The header of a shard of ``size`` bytes, or what is wrong with it."""
+    front = read(0, min(_GUESS, size))
+    if len(front) < 8:
+        raise BrokenShardError(f"{where}: {len(front)} bytes are too few for a shard: truncated.")
+    start = 8 + int.from_bytes(front[:8], "little")
+    if start > size:
+        raise BrokenShardError(f"{where}: the header should end at byte {start}, the file at {size}: truncated.")
+    text = front[8:start] if start <= len(front) else front[8:] + read(len(front), start)
+    try:
+        entries = json.loads(text)
+        metadata = dict(entries.pop("__metadata__"))
+        crc = metadata.pop("crc32")
+        end = start + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise BrokenShardError(f"{where}: the header is not one of a shard: altered, or a stranger's file.") from error
+    if end != size:
+        raise BrokenShardError(f"{where}: {end} bytes are expected, {size} found: truncated or altered.")
+    return Header(entries, metadata, crc, start, end)
+
+
+def check(where: str, read: Read, size: int, block: int = 1 << 24) -> Header:
+    """The header of a shard whose every byte is as it was written."""
+    found = header(where, read, size)
+    chunks = (read(at, min(at + block, size)) for at in range(found.start, size, block))
+    crc = _crc(tensor_file.signed(found.entries, found.metadata), chunks)
+    if crc != found.crc32:
+        raise BrokenShardError(f"{where}: the checksum is {crc}, the header says {found.crc32}: altered.")
+    return found

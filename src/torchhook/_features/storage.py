@@ -1,0 +1,225 @@
+"""Where a store lives, a folder or an object store, and the one promise both make: a file is there whole or not at all.
+
+``create`` never overwrites. In a folder the bytes go to a temporary name, are synced, and are then linked to the final
+name, which fails if another writer was first. In an object store it is one conditional PUT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchhook._features import direct_io
+from torchhook._features.direct_io import Chunks, fcntl
+from torchhook.errors import require
+
+_STALE_SECONDS = 30.0
+
+
+class Place(Protocol):
+    """Files by relative name."""
+
+    url: str
+
+    def create(self, name: str, chunks: Chunks) -> bool:
+        """Write a new file; ``False`` if there is one already, which then stays as it is."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file over the old one, if there is one."""
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes ``[start, end)``; a ``FileNotFoundError`` if the file is not there."""
+
+    def remove(self, name: str) -> None:
+        """Take a file away; none there is fine."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Names (with the folder) and sizes of the files in a folder; an absent folder is empty."""
+
+    def free(self) -> int | None:
+        """Bytes that still fit, where one can know."""
+
+    def warm(self, folder: str) -> None:
+        """The files of a folder are likely to be read now."""
+
+
+def place(path: str | os.PathLike[str]) -> Place:
+    """A local folder, or any URL that fsspec knows.
+
+    >>> place("features").url
+    'features'
+    """
+    text = os.fspath(path)
+    if "://" not in text:
+        return Folder(text)
+    if text.startswith(("file://", "local://")):
+        return Folder(text.split("://", 1)[1])
+    return Bucket(text)
+
+
+class Folder:
+    """A folder of a file system with hard links."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(path)
+        self.root = Path(path)
+
+    def create(self, name: str, chunks: Chunks) -> bool:
+        final = self.root / name
+        if final.exists():
+            return False
+        with self._written(final, chunks) as temporary:
+            try:
+                os.link(temporary, final)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # No hard links here. The same rows are the same bytes, so whoever comes last changes nothing.
+                os.replace(temporary, final)
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        final = self.root / name
+        with self._written(final, [data]) as temporary:
+            os.replace(temporary, final)
+
+    @contextlib.contextmanager
+    def _written(self, final: Path, chunks: Chunks) -> Iterator[Path]:
+        """A temporary file beside ``final`` that holds the chunks; the folder is synced after the block."""
+        _make_folder(final.parent)
+        temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # the lock only tells ``sweep`` that the writer lives
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                direct_io.write(handle, chunks)
+                os.fsync(handle)
+            except OSError as error:
+                error.filename = os.fspath(final)  # the system knows only the handle
+                raise
+            yield temporary
+        finally:
+            os.close(handle)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        _sync_folder(final.parent)
+
+    def sweep(self, folder: str) -> None:
+        """Remove temporary files whose writer is gone: killed ones leave them behind."""
+        if fcntl is None:  # leftovers of killed writers stay
+            return
+        for path in (self.root / folder).glob(".*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime < _STALE_SECONDS:
+                    continue
+                with open(path, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        with open(self.root / name, "rb", buffering=0) as file:
+            if end is None:
+                end = os.fstat(file.fileno()).st_size
+            return os.pread(file.fileno(), end - start, start)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.root / name)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        try:
+            with os.scandir(self.root / folder) as entries:
+                return {f"{folder}/{e.name}": e.stat().st_size for e in entries if not e.name.startswith(".")}
+        except FileNotFoundError:
+            return {}
+
+    def free(self) -> int | None:
+        there = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
+        return shutil.disk_usage(there).free
+
+    def warm(self, folder: str) -> None:
+        direct_io.warm({self.root / name: size for name, size in self.sizes(folder).items()})
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+class Bucket:
+    """Anything that fsspec reaches by URL: ``s3://``, ``gs://``, ``memory://``, …"""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "_fs": None}  # file systems hold loops and sockets: each process makes its own
+
+    @property
+    def fs(self) -> Any:
+        if self._fs is None:
+            self._fs, _ = require("fsspec", "stores").core.url_to_fs(self.url)
+        return self._fs
+
+    def create(self, name: str, chunks: Chunks) -> bool:
+        try:
+            self.fs.pipe_file(f"{self.url}/{name}", b"".join(chunks), mode="create")
+        except FileExistsError:
+            return False
+        except OSError:
+            # S3 answers 412 to a conditional PUT that lost and 409 to two at once; fsspec has no error of its own.
+            self.fs.invalidate_cache()
+            if self.fs.exists(f"{self.url}/{name}"):
+                return False
+            raise
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self.fs.pipe_file(f"{self.url}/{name}", data)
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        data: bytes = self.fs.cat_file(f"{self.url}/{name}", start=start, end=end)
+        return data
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(f"{self.url}/{name}")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        self.fs.invalidate_cache()
+        try:
+            found = self.fs.ls(f"{self.url}/{folder}", detail=True)
+        except FileNotFoundError:
+            return {}
+        return {f"{folder}/{e['name'].rsplit('/', 1)[-1]}": int(e["size"]) for e in found if e["type"] == "file"}
+
+    def free(self) -> int | None:
+        return None
+
+    def warm(self, folder: str) -> None:
+        pass

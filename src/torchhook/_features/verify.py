@@ -1,0 +1,98 @@
+"""``verify``: every byte of a store read and checked, and for each problem the way to repair it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import NamedTuple
+
+from torchhook._features import manifest, shards
+from torchhook._features.manifest import Plan
+from torchhook._features.storage import Place, place
+from torchhook._recording.tables import size
+from torchhook.errors import BrokenShardError
+
+
+class Problem(NamedTuple):
+    """One shard that is not as it should be."""
+
+    shard: int
+    kind: str
+    """``missing``, ``truncated``, ``altered`` or ``foreign`` (a good shard of some other store)."""
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What ``verify`` found. True when all is well."""
+
+    path: str
+    shards: int
+    nbytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def discard(self) -> list[int]:
+        """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
+        broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
+        for shard in broken:
+            place(self.path).remove(shards.name_of(shard))
+        return broken
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.path}: {self.shards} shards, {size(self.nbytes)}, every byte as it was written."
+        lines = [f"{self.path}: {len(self.problems)} of {self.shards} shards are not as they should be:"]
+        lines += [f"  shard {problem.shard}: {problem.kind}. {problem.detail}" for problem in self.problems[:20]]
+        if len(self.problems) > 20:
+            lines.append(f"  … and {len(self.problems) - 20} more")
+        broken = any(problem.kind != "missing" for problem in self.problems)
+        first = "delete the broken files (report.discard() does), then run" if broken else "run"
+        lines.append(f"To repair: {first} the same extract call again; it does only what is missing.")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def verify(path: str | os.PathLike[str]) -> Report:
+    """Check a store, complete or not."""
+    where = place(path)
+    found = manifest.load(where)
+    if found is None:
+        raise FileNotFoundError(f"{os.fspath(path)} is no feature store: it has no {manifest.NAME}.")
+    sizes = where.sizes(shards.FOLDER)
+    there = {number: sizes[name] for name in sizes if (number := shards.number_of(name)) is not None}
+    expected = found.shards if found.shards is not None else max(there, default=-1) + 1
+    problems = []
+    for shard in sorted({*range(expected), *there}):
+        problem = _problem(where, found, shard, there.get(shard), expected)
+        if problem is not None:
+            problems.append(problem)
+    return Report(os.fspath(path), expected, sum(there.values()), tuple(problems))
+
+
+def _problem(where: Place, found: Plan, shard: int, nbytes: int | None, expected: int) -> Problem | None:
+    name = shards.name_of(shard)
+    if nbytes is None:
+        return Problem(shard, "missing", f"{name} is not there.")
+    try:
+        header = shards.check(name, lambda a, b: where.read(name, a, b), nbytes)
+    except BrokenShardError as error:
+        text = str(error)
+        return Problem(shard, "truncated" if "truncated" in text else "altered", text)
+    first, last = found.span(shard)
+    told = (header.metadata.get("shard"), header.metadata.get("rows"))
+    partial = found.rows is None and shard == expected - 1
+    if shard >= expected or told[0] != str(shard) or (told[1] != str(last - first) and not partial):
+        return Problem(shard, "foreign", f"{name} says that it is shard {told[0]} with {told[1]} rows.")
+    for column in found.columns:
+        entry = header.entries.get(column.name)
+        if entry is None or tuple(entry["shape"][1:]) != column.shape:
+            return Problem(shard, "foreign", f"{name} does not hold {column}.")
+    return None

@@ -1,0 +1,124 @@
+"""What the guard found: the place, the tensors around it in numbers, and how it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchhook._recording.address import Site
+
+Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside"]
+Phase = Literal["forward", "backward"]
+
+_ADVICE: dict[Kind, str] = {
+    "parameter": "Look at what last wrote to it: a step with a bad gradient, a damaged checkpoint, a bad "
+    "initialisation.",
+    "input": "Look at the data and what prepares it.",
+    "loss": "Look at the loss: a log or division at 0, an overflow, a loss scale that is too large.",
+    "outside": "Look at where that tensor was written: a plain attribute, a global, memory that was never filled.",
+}
+_ADVICE["buffer"] = _ADVICE["parameter"]
+
+
+class Statistics(NamedTuple):
+    """One tensor in numbers. ``min`` to ``std`` are those of its finite values, ``None`` where it has none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    nan: int
+    inf: int
+    neg_inf: int
+
+    @property
+    def finite(self) -> bool:
+        return not (self.nan or self.inf or self.neg_inf)
+
+    @property
+    def bad(self) -> str:
+        counts = [(self.nan, "NaN"), (self.inf, "+Inf"), (self.neg_inf, "-Inf")]
+        return ", ".join(f"{n} {what}" for n, what in counts if n) or "all finite"
+
+    def __str__(self) -> str:
+        kind = f"{self.name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        if self.min is None:
+            return f"{kind}: {self.bad}"
+        numbers = f"min {self.min:.4g}, max {self.max:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"
+        return f"{kind}: {numbers}, {self.bad}"
+
+
+@dataclass
+class Finding:
+    """Where the first NaN or Inf came from, and what it was made of."""
+
+    kind: Kind
+    site: Site
+    """The producer: ``path/op#call``, ``path#call``, the name of a parameter or buffer; ``:input`` where an input
+    already held it, ``:grad_input`` where a gradient went wrong on its way through, ``:grad`` where it came in so."""
+    phase: Phase
+    run: int
+    """Which run of the model since the guard was opened."""
+    inputs: list[Statistics]
+    weights: list[Statistics]
+    outputs: list[Statistics]
+    stack: list[str]
+    """The modules around it, outermost first, as ``path (Type)``."""
+    used_by: Site | None = None
+    """The first to use a parameter, buffer or input that already held it."""
+    node: str | None = None
+    """Autograd's name for the step of the backward pass."""
+    times: int = 1
+    """How often this site was found at fault; the rest of the finding is about the first time."""
+
+    def __str__(self) -> str:
+        if self.phase == "backward":
+            labels = ("gradient in", "kept from the forward pass", "gradient out")
+        else:
+            labels = ("input", "weight", "output")
+        lines = [self._headline(), f"  in the {self.phase} pass of run {self.run}, inside {' > '.join(self.stack)}"]
+        for label, some in zip(labels, (self.inputs, self.weights, self.outputs), strict=True):
+            lines += [f"  {label}: {statistics}" for statistics in some]
+        return "\n".join([*lines, f"  {self._advice()}"])
+
+    def _headline(self) -> str:
+        where = repr(str(self.site))
+        whole = repr(self.site.path) if self.site.path else "the model"
+        made = _first_bad((*self.outputs, *self.weights, *self.inputs))
+        bad = "NaN or Inf" if made is None else made.bad
+        given = _first_bad(self.inputs)
+        held = bad if given is None else f"{given.name}: {given.bad}"
+        if self.kind in ("parameter", "buffer"):
+            weight = _first_bad(self.weights)
+            already = bad if weight is None else weight.bad
+            return f"{self.kind} {where} already holds {already}; {str(self.used_by)!r} was the first to use it."
+        if self.kind == "input":
+            return f"an input of {whole} already holds it ({held}): it was there before the model ran."
+        if self.kind == "loss":
+            return f"the gradient of the output of {whole} already holds {bad}: the loss, outside the model, made it."
+        if self.kind == "outside":
+            return f"{where} was given it ({held}) by something that is no part of the model's run."
+        if self.phase == "backward":
+            return f"{where} made {bad} out of a finite gradient ({self.node})."
+        return f"{where} made {bad} out of {'finite inputs' if given is None else f'masked inputs ({held})'}."
+
+    def _advice(self) -> str:
+        if self.kind == "outside" and self.phase == "backward":
+            return _ADVICE["loss"]
+        if self.kind in _ADVICE:
+            return _ADVICE[self.kind]
+        if self.phase == "backward":
+            return (
+                "Look at the derivative at these values: roots, norms and logs at 0, and branches that where() hides."
+            )
+        return f"To see the values: th.capture(model, {str(self.site.every_call)!r}, '{self.site.every_call}:input')."
+
+
+def _first_bad(some: Iterable[Statistics]) -> Statistics | None:
+    return next((statistics for statistics in some if not statistics.finite), None)

@@ -1,0 +1,341 @@
+"""What is left of a session: records by site. A recording reads, prints, saves and loads without its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._recording import saving
+from torchhook._recording.address import Site, readings
+from torchhook._recording.tables import Table, size
+from torchhook._values import tree
+from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """One kept value: where and when it passed, and the value."""
+
+    site: Site
+    call: int
+    order: int
+    """Its place in the order in which the session kept values."""
+    value: Any
+
+    @property
+    def shape(self) -> str:
+        return tree.describe(self.value)
+
+    @property
+    def dtype(self) -> str:
+        return _common(str(t.dtype).removeprefix("torch.") for t in tree.tensors(self.value))
+
+    @property
+    def device(self) -> str:
+        return _common(str(t.device) for t in tree.tensors(self.value))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(t) for t in tree.tensors(self.value))
+
+
+def _common(texts: Iterator[str]) -> str:
+    return "/".join(dict.fromkeys(texts)) or "-"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    return sum(_nbytes(part) for part in saving.parts(tensor))
+
+
+Row = tuple[int, int, Any]
+"""Call index, place in the order of the session, value."""
+
+
+class MemoryStore:
+    """The records of one site, in memory; with ``limit``, a ring buffer of the newest."""
+
+    __slots__ = ("put", "rows")
+
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
+        self.rows: deque[Row] = deque(maxlen=limit)
+        self.put: Callable[[Row], None] = self.rows.append  # called inside the forward pass: no detour
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(sorted(self.rows.copy(), key=lambda row: row[:2]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Recording:
+    """Values by site, in the order in which the sites first ran.
+
+    ``rec["layer4"]`` is the value; where a site ran more than once, say which call
+    (``rec["relu", 1]`` or ``rec["relu#1"]``), or take ``rec.all("relu")`` or ``rec.cat("relu")``.
+    """
+
+    def __init__(self, model_name: str = "") -> None:
+        self.model_name = model_name
+        self.missing: dict[str, str] = {}
+        """Sites that were selected and never ran, each with the likely cause."""
+        self.elsewhere: dict[str, int] = {}
+        """Sites that ran in other threads or tasks too, with the number of calls that were not recorded."""
+        self.recomputed: dict[str, int] = {}
+        """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
+        self.order = count()
+        self._stores: dict[Site, MemoryStore] = {}
+        self._aliases: set[tuple[str, str]] = set()
+        self._waits: list[Callable[[], None]] = []
+
+    # -- filling ------------------------------------------------------------------------------
+
+    def open_store(self, site: Site, limit: int | None = None) -> MemoryStore:
+        """The store of a site, made on the first request."""
+        site = site.every_call
+        if site not in self._stores:
+            self._stores[site] = MemoryStore(limit)
+        return self._stores[site]
+
+    def add_alias(self, name: str, path: str) -> None:
+        """Let a shared module be read under another of its names."""
+        if name != path:
+            self._aliases.add((name, path))
+
+    def wait_with(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` before anything is read: values may still be on their way."""
+        self._waits.append(wait)
+
+    def wait(self) -> None:
+        """Return when every value can be read. Reading does this by itself."""
+        for wait in self._waits:
+            wait()
+
+    def finish(self) -> None:
+        """Wait one last time: nothing more will come."""
+        self.wait()
+        self._waits.clear()
+
+    def clear(self) -> None:
+        """Forget every record; the sites stay open."""
+        for store in self._stores.values():
+            store.rows.clear()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str | Site | tuple[str | Site, int]) -> Any:
+        site, call = self._find(key)
+        rows = self._calls(site, call)
+        if call is None:
+            calls = [row[0] for row in rows]
+            if len(rows) > 1:
+                listed = ", ".join(map(str, calls[:8])) + (", …" if len(calls) > 8 else "")
+                raise AmbiguousCallError(
+                    f"{str(site)!r} ran more than once: {len(rows)} records, calls {listed}. Pick one with "
+                    f"rec[{str(site)!r}, {calls[0]}], or take rec.all({str(site)!r}) or rec.cat({str(site)!r})."
+                )
+            return rows[0][2]
+        if len(rows) > 1:
+            wanted = rows[0][0]
+            raise AmbiguousCallError(
+                f"call {wanted} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
+                f"take rec.all({str(site._replace(call=wanted))!r})."
+            )
+        return rows[0][2]
+
+    def all(self, key: str | Site) -> list[Any]:
+        """Every value of a site, in call order."""
+        site, call = self._find(key)
+        return [row[2] for row in self._calls(site, call)]
+
+    def cat(self, key: str | Site) -> Any:
+        """The values of a site concatenated over calls on dim 0, leaf by leaf."""
+        values = self.all(key)
+        columns = [list(tree.tensors(value)) for value in values]
+        if len(values) > 1 and not columns[0]:
+            raise ValueError(f"{key!s}: there are no tensors to concatenate; use rec.all({str(key)!r}).")
+        if len({len(column) for column in columns}) > 1:
+            raise ValueError(f"{key!s}: the calls have different numbers of tensors; use rec.all({str(key)!r}).")
+        try:
+            joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
+        except RuntimeError as error:
+            shapes = ", ".join(tree.describe(value) for value in values[:4])
+            raise ValueError(f"{key!s}: cannot concatenate {shapes} on dim 0; use rec.all({str(key)!r}).") from error
+        return tree.with_tensors(values[0], joined)
+
+    def records(self, key: str | Site | None = None) -> list[Record]:
+        """The records of one site, or of all of them in the order in which they were kept."""
+        if key is not None:
+            site, call = self._find(key)
+            return [Record(site, *row) for row in self._calls(site, call)]
+        self.wait()
+        every = [Record(site, *row) for site, store in self._stores.items() for row in store]
+        return sorted(every, key=lambda record: record.order)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The sites that have records, in the order in which they first ran."""
+        first = {site: next(iter(store))[1] for site, store in self._stores.items() if len(store)}
+        return sorted(first, key=first.__getitem__)
+
+    def keys(self) -> list[str]:
+        """The addresses of the sites that have records, in the order in which they first ran."""
+        return [str(site) for site in self.sites]
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Address and value of every record; a site that ran more than once comes call by call (``relu#0``)."""
+        for site in self.sites:
+            rows = self._rows(site)
+            for call, _, value in rows:
+                yield str(site if len(rows) == 1 else site._replace(call=call)), value
+
+    def values(self) -> Iterator[Any]:
+        """The value of every record, as in ``items``."""
+        return (value for _, value in self.items())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return sum(1 for store in self._stores.values() if len(store))
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            return bool(self._calls(*self._find(key)))  # type: ignore[arg-type]
+        except (KeyError, TypeError):
+            return False
+
+    def _find(self, key: str | Site | tuple[str | Site, int]) -> tuple[Site, int | None]:
+        call: int | None = None
+        if isinstance(key, tuple) and not isinstance(key, Site):
+            if len(key) != 2:
+                raise TypeError(f"rec[site, call] takes two parts, found {len(key)}.")
+            address, call = key
+            if not isinstance(call, int):
+                raise TypeError(f"rec[site, call]: the call must be an integer, found {call!r}.")
+        else:
+            address = key
+        if isinstance(address, Site):
+            options = [address]
+        elif isinstance(address, str):
+            options = list(readings(address))
+        else:
+            raise TypeError(f"a recording is read by address, found {type(address).__name__}.")
+        sites = [self._recorded(option.every_call) for option in options]
+        # A name may look like an address ("a:input"): the first reading that was recorded is meant.
+        chosen = next((i for i, site in enumerate(sites) if site in self._stores), len(sites) - 1)
+        return sites[chosen], options[chosen].call if call is None else call
+
+    def _recorded(self, site: Site) -> Site:
+        """The site under the name that it was recorded by. Its ports may have been asked for by different names."""
+        names = [site.path, *(path for name, path in self._aliases if name == site.path)]
+        here = (site._replace(path=name) for name in names)
+        return next((known for known in here if known in self._stores), site)
+
+    def _calls(self, site: Site, call: int | None) -> list[Row]:
+        """The rows of one call, or of all of them."""
+        rows = self._rows(site, call)
+        if call is None:
+            return rows
+        calls = [row[0] for row in rows]
+        wanted = calls[call] if -len(calls) <= call < 0 else call
+        if wanted not in calls:
+            raise MissingRecordError(
+                f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
+            )
+        return [row for row in rows if row[0] == wanted]
+
+    def _rows(self, site: Site, call: int | None = None) -> list[Row]:
+        self.wait()
+        if rows := list(self._stores.get(site, ())):
+            return rows
+        address = str(site if call is None else site._replace(call=call))
+        if address not in self.missing:
+            address = str(site)
+        if address in self.missing:
+            raise NeverRanError(f"{address!r} was selected and never ran: {self.missing[address]}")
+        if site in self._stores:
+            raise NeverRanError(f"{address!r} has not run yet: call the model inside the session, then read.")
+        known = [str(s) for s in self._stores]
+        raise MissingRecordError(f"nothing was recorded at {address!r}. {suggestion(address, known)}".rstrip())
+
+    # -- showing ------------------------------------------------------------------------------
+
+    def summary(self) -> Table:
+        """A table of the sites: calls, shape, dtype, device, size."""
+        self.wait()
+        rows, total = [], 0
+        for site in self.sites:
+            records = self.records(site)
+            nbytes = sum(record.nbytes for record in records)
+            total += nbytes
+            shapes = list(dict.fromkeys(record.shape for record in records))
+            shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
+            last = records[-1]
+            rows.append([str(site) or "(model)", str(len(records)), shape, last.dtype, last.device, size(nbytes)])
+        of = f" of {self.model_name}" if self.model_name else ""
+        title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
+        notes = [f"not recorded, in other threads: {address} ({_times(n)})" for address, n in self.elsewhere.items()]
+        notes += [f"recomputed in the backward pass: {address} ({_times(n)})" for address, n in self.recomputed.items()]
+        notes += [f"never ran: {address or '(model)'} ({cause})" for address, cause in self.missing.items()]
+        return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
+
+    def __repr__(self) -> str:
+        return str(self.summary())
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write the recording as one safetensors file: the tensors, and the rest as JSON in its metadata."""
+        records = self.records()
+        return saving.save(
+            path,
+            [record.value for record in records],
+            {
+                "model": self.model_name,
+                "records": [[_plain(record.site), record.call] for record in records],
+                "aliases": sorted(self._aliases),
+                "missing": self.missing,
+                "elsewhere": self.elsewhere,
+                "recomputed": self.recomputed,
+            },
+        )
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def _plain(site: Site) -> list[Any]:
+    return [site.path, site.op, site.port]
+
+
+def load(path: str | Path) -> Recording:
+    """Open a recording that ``Recording.save`` wrote. No pickle, no model, nothing of the user's code is run.
+
+    Named tuples, dataclasses and model outputs come back as ``Loaded`` objects with the same fields.
+    """
+    values, about = saving.load(path)
+    recording = Recording()
+    with saving.understood(path):
+        recording.model_name = about["model"]
+        recording._aliases = {(name, path) for name, path in about["aliases"]}
+        recording.missing = dict(about["missing"])
+        recording.elsewhere = dict(about["elsewhere"])
+        recording.recomputed = dict(about["recomputed"])
+        for ((place, op, port), call), value in zip(about["records"], values, strict=True):
+            recording.open_store(Site(place, op, None, port)).put((call, next(recording.order), value))
+    return recording

@@ -1,0 +1,102 @@
+"""What is left of a sweep: a matrix that prints itself and plots, without the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchhook._recording.tables import Table
+from torchhook.errors import MissingRecordError, suggestion
+
+_WIDE = 16
+
+
+class Sweep:
+    """What a metric became when each site was patched at each position: a matrix that prints itself.
+
+    ``values`` is sites by positions; where a site has no such position it holds NaN. ``clean`` and ``corrupted`` are
+    the metric of the two runs without a patch.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        sites: Sequence[str],
+        positions: Sequence[int] | None,
+        clean: float,
+        corrupted: float,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.values = values
+        self.sites = list(sites)
+        self.positions = None if positions is None else list(positions)
+        """The index on the swept dimension of each column; ``None`` where the whole value was patched."""
+        self.clean = clean
+        self.corrupted = corrupted
+        self.notes = list(notes)
+
+    @property
+    def normalised(self) -> Tensor:
+        """0 where a patch changes nothing, 1 where it brings the clean run's metric back."""
+        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+    @property
+    def best(self) -> tuple[str, int | None]:
+        """The site and position whose patch moves the metric furthest towards the clean run's."""
+        column_count = self.values.shape[1]
+        towards = (self.values - self.corrupted) * math.copysign(1.0, self.clean - self.corrupted)
+        row, column = divmod(int(towards.nan_to_num(-math.inf).argmax()), column_count)
+        return self.sites[row], None if self.positions is None else self.positions[column]
+
+    def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
+        """The values of one site, or of one site at one position."""
+        site, position = key if isinstance(key, tuple) else (key, None)
+        if site not in self.sites:
+            raise MissingRecordError(f"no site {site!r} in this sweep. {suggestion(site, self.sites)}")
+        row = self.values[self.sites.index(site)]
+        if position is None:
+            return row
+        if self.positions is None or position not in self.positions:
+            there = "the whole value was patched" if self.positions is None else f"there are {self.positions}"
+            raise MissingRecordError(f"no position {position!r} in this sweep: {there}.")
+        return row[self.positions.index(position)]
+
+    def data(self) -> dict[str, list[Any]]:
+        """One entry for each patch as columns, for a plot or a data frame."""
+        positions = [None] if self.positions is None else self.positions
+        pairs = [(site, position) for site in self.sites for position in positions]
+        return {
+            "site": [site for site, _ in pairs],
+            "position": [position for _, position in pairs],
+            "value": self.values.flatten().tolist(),
+            "normalised": self.normalised.flatten().tolist(),
+        }
+
+    def table(self, *, normalised: bool = True) -> Table:
+        """The matrix as text; of many positions, those where a patch does most."""
+        shown = self.normalised if normalised and self.clean != self.corrupted else self.values
+        labels = ["whole"] if self.positions is None else [str(position) for position in self.positions]
+        columns = list(range(len(labels)))
+        notes = list(self.notes)
+        if len(columns) > _WIDE:
+            effect = (self.values - self.corrupted).abs().nan_to_num(0.0).amax(dim=0)
+            columns = sorted(effect.topk(_WIDE).indices.tolist())
+            notes.append(f"{_WIDE} of {len(labels)} positions shown: those where a patch does most")
+        cells = shown.tolist()
+        rows = [[site or "(model)", *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
+        kind = "0 is corrupted, 1 is clean" if shown is not self.values else "the metric itself"
+        title = f"Sweep of {len(self.sites)} sites: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
+        return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _cell(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.3f}"

@@ -1,0 +1,239 @@
+"""From a model and an input to everything that a report shows: a few runs, and the model as it was before."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._attention import attention
+from torchhook._cam.api import cam
+from torchhook._cam.methods import known_method
+from torchhook._core import calling
+from torchhook._core.index import Index, is_callable
+from torchhook._recording.tables import count, size
+from torchhook._report import inputs as shown
+from torchhook._report import pictures
+from torchhook._report.facts import Layer, Page, Picture, Token, Weight
+from torchhook._report.findings import findings
+from torchhook._report.measure import dtype, rms
+from torchhook._report.observe import View, observe
+from torchhook._report.score import Score, Target, likely, name_of
+from torchhook._report.timing import seconds
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
+from torchhook._version import __version__
+from torchhook.errors import NoAttentionError
+
+_LONG = 1024
+
+
+def collect(
+    model: nn.Module,
+    x: Any,
+    *,
+    target: Target = None,
+    image: Any = None,
+    tokens: Sequence[str] | None = None,
+    classes: Sequence[str] | None = None,
+    title: str | None = None,
+    gradients: bool = True,
+    attention: bool = True,
+    cam: str | None = "gradcam",
+    cam_layer: str | None = None,
+    train: bool = False,
+    repeats: int = 3,
+) -> Page:
+    """Run the model and gather what ``report`` shows; the arguments are those of ``report``.
+
+    >>> page = collect(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.ones(1, 3))
+    >>> [(layer.path, layer.calls[0].shape) for layer in page.layers]
+    [('', '(1, 4)'), ('0', '(1, 4)'), ('1', '(1, 4)')]
+    """
+    if cam is not None:
+        known_method(cam)
+    index = Index(model)
+    lazy = [name for name, (m, own) in index.tensors.items() if torch.nn.parameter.is_lazy(getattr(m, own))]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]!r} has no shape yet, and a report leaves it so: call the model once yourself first."
+        )
+    given = calling.arguments(x)
+    layers, numbers_of = _layers(index)
+    view = View(len(layers), shown.image_tensor(given) is not None)
+    notes: list[str] = []
+    if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        gradients = False
+        notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
+    with torch.inference_mode(False), calling.undisturbed(model) as again, _mode(model, train):
+        times = seconds(model, index, given, repeats)
+        again()
+        output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
+        again()
+        if attention:
+            _attention(model, given, index, layers, numbers_of, view, notes)
+        again()
+        tensor = shown.image_tensor(given)
+        picture = shown.picture(image, tensor)
+        if picture is not None and callable(target) and tensor is not None and len(tensor) > 1:
+            notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
+        elif picture is not None and cam is not None:
+            _overlay(model, x, target, found, cam, cam_layer, classes, picture, notes)
+    for layer in layers:
+        layer.seconds = times.get(layer.path)
+        if layer.shared_with is not None:
+            first = layers[layer.shared_with]
+            layer.ran, layer.seconds, layer.silent = first.ran, first.seconds, first.silent
+    text = found.text
+    if found.label is not None:
+        text = text.replace(f"class {found.label}", name_of(found.label, classes))
+    return Page(
+        title=title or type(index.modules[""]).__name__,
+        model=type(index.modules[""]).__name__,
+        about=_about(model, layers, times, train),
+        layers=layers,
+        findings=findings(layers),
+        input=_described(given),
+        output=tree.describe(output),
+        score=text,
+        picture=picture,
+        tokens=_tokens(given, tokens, picture, sums),
+        classes=likely(output, classes),
+        notes=notes,
+    )
+
+
+def _described(given: Inputs) -> str:
+    parts = ", ".join([*map(tree.describe, given.args), *(f"{k}={tree.describe(v)}" for k, v in given.kwargs.items())])
+    return parts or "nothing"
+
+
+def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
+    """The tree, and the place in it of each module's first name."""
+    layers: list[Layer] = []
+    places: dict[str, int] = {}
+    first: dict[int, int] = {}
+    for number, (path, module) in enumerate(index.modules.items()):
+        places[path] = number
+        parent = places[path.rpartition(".")[0]] if path else -1
+        layers.append(
+            Layer(
+                path=path,
+                type=type(module).__name__,
+                parent=parent,
+                depth=layers[parent].depth + 1 if path else 0,
+                settings=module.extra_repr(),
+                parameters=sum(p.numel() for p in set(module.parameters())),
+                weights=[_weight(name, t) for name, t in _own(module)],
+                runs=is_callable(module),
+                shared_with=first.get(id(module)),
+            )
+        )
+        first.setdefault(id(module), number)
+    return layers, first
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _weight(name: str, tensor: Tensor) -> Weight:
+    return Weight(name, tree.describe(tensor), dtype(tensor), tensor.requires_grad, rms(tensor), None)
+
+
+# -- other runs -----------------------------------------------------------------------------------------
+
+
+def _attention(
+    model: nn.Module,
+    given: Inputs,
+    index: Index,
+    layers: list[Layer],
+    numbers_of: dict[int, int],
+    view: View,
+    notes: list[str],
+) -> None:
+    if view.tokens > _LONG:  # every map of every layer is held at once, and they grow with the square
+        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., layers=) shows some.")
+        return
+    inputs = tree.map_tensors(Tensor.clone, given)
+    try:
+        with torch.no_grad():
+            maps = attention(model, *inputs.args, kwargs=inputs.kwargs)
+    except NoAttentionError:
+        return
+    except Exception as error:
+        notes.append(f"No attention maps: {type(error).__name__}: {error}")
+        return
+    for record in maps.records():
+        calls = layers[numbers_of[id(index.modules[record.site.path])]].calls
+        if record.value.dim() == 4 and record.value.numel() and calls:
+            calls[min(record.call, len(calls) - 1)].attention.append(pictures.heads(record.value, view.heads))
+
+
+def _overlay(
+    model: nn.Module,
+    x: Any,
+    target: Target,
+    found: Score,
+    method: str,
+    layer: str | None,
+    classes: Sequence[str] | None,
+    picture: Picture,
+    notes: list[str],
+) -> None:
+    try:
+        made = cam(model, x, target if callable(target) else found.label, layer=layer, method=method)
+        if not bool(made.map.isfinite().all()):
+            raise ValueError(f"it is not finite at {made.layer}.")
+        picture.overlay = pictures.heat(made.map[0].detach(), picture.width, picture.height)
+        said = found.text if isinstance(made.target, str) else name_of(made.target[0], classes)
+        picture.caption = f"{method} of {said} at {made.layer}"
+    except Exception as error:  # a page without this picture is better than no page
+        notes.append(f"No class activation map: {error}")
+
+
+def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None, sums: list[float]) -> list[Token]:
+    tokens = [] if picture is not None and texts is None else shown.tokens_of(given, texts)
+    top = max(sums, default=0.0)
+    if len(sums) >= len(tokens) and top > 0:
+        for token, weight in zip(tokens, sums, strict=False):
+            token.weight = weight / top
+    return tokens
+
+
+@contextlib.contextmanager
+def _mode(model: nn.Module, train: bool) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = train
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _about(model: nn.Module, layers: list[Layer], times: dict[str, float], train: bool) -> list[tuple[str, str]]:
+    parameters = list(dict.fromkeys(model.parameters()))
+    devices = dict.fromkeys(str(p.device) for p in parameters)
+    dtypes = dict.fromkeys(dtype(p) for p in parameters)
+    whole, total = times.get(""), sum(p.numel() for p in parameters)
+    return [
+        ("layers", f"{len(layers) - 1:,}"),
+        ("parameters", count(total).strip() if total >= 1000 else str(total)),
+        ("weights", size(sum(p.nbytes for p in parameters))),
+        ("forward", "-" if whole is None else f"{whole * 1e3:.1f} ms"),
+        ("mode", "train" if train else "eval"),
+        ("device", ", ".join(devices) or "cpu"),
+        ("dtype", ", ".join(dtypes) or "-"),
+        ("made", f"{datetime.datetime.now():%Y-%m-%d %H:%M}"),
+        ("with", f"torchhook {__version__}, torch {torch.__version__.partition('+')[0]}, {platform.python_version()}"),
+    ]

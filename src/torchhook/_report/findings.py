@@ -1,0 +1,90 @@
+"""What looks wrong in a run: values that are not finite, dead channels, layers that stayed silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchhook._report.facts import Finding, Layer, Numbers
+
+
+def findings(layers: list[Layer]) -> list[Finding]:
+    """Every kind of trouble that was found, the worst first."""
+    own = [(i, layer) for i, layer in enumerate(layers) if layer.shared_with is None]
+    kinds = [
+        Finding(
+            "nan",
+            "NaN or Inf",
+            "The first layer listed is where it begins; th.guard names the operation that made it.",
+            [(i, note) for i, layer in sorted(own, key=lambda it: _first(it[1])) if (note := _not_finite(layer))],
+        ),
+        Finding(
+            "silent",
+            "Never ran",
+            "The model holds these layers and did not call them on this input.",
+            [(i, layer.silent) for i, layer in own if layer.silent],
+        ),
+        Finding(
+            "gradient",
+            "Gradient is zero",
+            "The score does not depend on what these layers put out, at least not at this input.",
+            [(i, "zero everywhere") for i, layer in own if _flat_gradient(layer)],
+        ),
+        Finding(
+            "dead",
+            "Dead channels",
+            "Zero at every position of this input. One input proves little: look at a batch before pruning.",
+            sorted(((i, note) for i, layer in own for note in _dead(layer)), key=lambda item: -_share(layers[item[0]])),
+        ),
+        Finding(
+            "constant",
+            "Constant output",
+            "Every value is the same, so the layer passes nothing on about the input.",
+            [(i, f"all {_number(v.min)}") for i, layer in own for v in _values(layer)[:1] if _is_constant(v)],
+        ),
+    ]
+    return [kind for kind in kinds if kind.layers]
+
+
+def _values(layer: Layer) -> list[Numbers]:
+    return [call.value for call in layer.calls if call.value is not None]
+
+
+def _first(layer: Layer) -> float:
+    """When its output was first not finite; gradients are what comes of that, or come after."""
+    return min((c.order for c in layer.calls if c.value and (c.value.nans or c.value.infs)), default=float("inf"))
+
+
+def _not_finite(layer: Layer) -> str:
+    return ", ".join(
+        f"{' and '.join(parts)} in its {what}"
+        for what, found in (("output", _values(layer)), ("gradient", [c.gradient for c in layer.calls if c.gradient]))
+        if (parts := _counts(found))
+    )
+
+
+def _counts(found: list[Numbers]) -> list[str]:
+    sums = {"NaN": sum(n.nans for n in found), "Inf": sum(n.infs for n in found)}
+    return [f"{number:,} {what}" for what, number in sums.items() if number]
+
+
+def _dead(layer: Layer) -> Iterator[str]:
+    found = [v for v in _values(layer) if v.dead]
+    if found:
+        yield f"{found[0].dead:,} of {found[0].channels:,}"
+
+
+def _share(layer: Layer) -> float:
+    return max((v.dead / v.channels for v in _values(layer) if v.channels), default=0.0)
+
+
+def _flat_gradient(layer: Layer) -> bool:
+    found = [call.gradient for call in layer.calls if call.gradient is not None]
+    return bool(found) and all(g.min == g.max == 0 and not g.nans and not g.infs for g in found)
+
+
+def _is_constant(found: Numbers) -> bool:
+    return found.elements > 1 and found.min == found.max and not found.nans and not found.infs
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,186 @@
+"""The one run that is looked at: numbers and pictures of every layer, and the gradients of the score."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._core.index import Index, is_callable
+from torchhook._core.select import Target as Place
+from torchhook._core.session import Session
+from torchhook._recording.address import Site
+from torchhook._report import pictures
+from torchhook._report.facts import Call, Layer
+from torchhook._report.layout import Channels
+from torchhook._report.measure import dtype, numbers, rms
+from torchhook._report.score import Score, Target, score
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
+
+_CALLS = 4  # of a layer that runs hundreds of times, the first few are enough to look at
+
+
+class View:
+    """How much of each layer is shown: less where there are many, so that the page stays small."""
+
+    def __init__(self, layers: int, patches: bool) -> None:
+        self.patches = patches
+        self.maps = 15 if layers < 400 else 7 if layers < 900 else 3
+        self.side = 56 if layers < 300 else 40 if layers < 600 else 28
+        self.heads = 64 if layers < 600 else 40
+        self.tokens = 0
+        """The longest sequence that was seen."""
+
+
+def observe(
+    model: nn.Module,
+    index: Index,
+    given: Inputs,
+    target: Target,
+    gradients: bool,
+    layers: list[Layer],
+    numbers_of: dict[int, int],
+    view: View,
+    notes: list[str],
+) -> tuple[Any, Score, list[float]]:
+    """Run the model, fill in the layers, and return its output, its score, and how much that hangs on each token."""
+    session = Session(model, index=index, warn=False)
+    channels = Channels(given)
+    channels.watch(session)
+    sums: list[float] = []
+    order = itertools.count()
+    for key, number in numbers_of.items():
+        module = index.distinct[key]
+        if is_callable(module):
+            site, looker = Site(layers[number].path), _Looker(layers[number], module, view, channels, order, sums)
+            session.look(Place(site, module), looker.value)
+            if gradients:
+                session.look(Place(site._replace(port="grad"), module), looker.gradient)
+    with torch.set_grad_enabled(gradients), session as recording:
+        leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
+        with _some_gradient(model, leaves, gradients):
+            output = model(*inputs.args, **inputs.kwargs)
+            found = score(output, target)
+            if gradients:
+                _backward(index, found, leaves, layers, numbers_of, notes)
+    for layer in layers:
+        if layer.runs and not layer.ran and layer.shared_with is None:
+            layer.silent = recording.missing.get(str(Site(layer.path)), "the model did not call it.")
+    return output, found, sums
+
+
+def _backward(
+    index: Index,
+    found: Score,
+    leaves: list[Tensor],
+    layers: list[Layer],
+    numbers_of: dict[int, int],
+    notes: list[str],
+) -> None:
+    if found.value is None or not found.value.requires_grad:
+        why = found.text if found.value is None else "the output does not depend on anything that requires one"
+        notes.append(f"No gradients: {why}.")
+        return
+    owned = [
+        (numbers_of[key], name, tensor)
+        for key, module in index.distinct.items()
+        for name, tensor in module._parameters.items()
+        if tensor is not None and tensor.requires_grad
+    ]
+    # Not backward(): that would write to the .grad of the user's parameters.
+    grads = torch.autograd.grad(found.value, [*leaves, *(t for _, _, t in owned)], allow_unused=True)
+    for (number, name, _), grad in zip(owned, grads[len(leaves) :], strict=True):
+        for weight in layers[number].weights:
+            if weight.name == name:
+                weight.gradient = rms(grad)
+
+
+def _differentiable(given: Inputs) -> tuple[list[Tensor], Inputs]:
+    """Copies of the inputs that gradients reach; not the leaves themselves, which a model may not overwrite."""
+    leaves: list[Tensor] = []
+
+    def prepared(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        leaves.append(tensor.detach().clone().requires_grad_())
+        return leaves[-1].clone()
+
+    return leaves, tree.map_tensors(prepared, given)
+
+
+@contextlib.contextmanager
+def _some_gradient(model: nn.Module, leaves: list[Tensor], gradients: bool) -> Iterator[None]:
+    """A frozen model on tokens has nothing that requires a gradient: let its parameters, for this run."""
+    frozen = [p for p in model.parameters() if p.is_floating_point() and p.is_leaf and not p.is_inference()]
+    if not gradients or leaves or any(p.requires_grad for p in frozen):
+        frozen = []
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+class _Looker:
+    """Takes the numbers and pictures of what passes one layer, on the spot: nothing of it is kept."""
+
+    def __init__(
+        self, layer: Layer, module: nn.Module, view: View, channels: Channels, order: Iterator[int], sums: list[float]
+    ) -> None:
+        self._layer = layer
+        self._module = module
+        self._view = view
+        self._channels = channels
+        self._order = order
+        self._sums = sums
+
+    def value(self, value: Any, call: int) -> None:
+        self._layer.ran = call + 1
+        if call >= _CALLS:
+            return
+        tensors = list(tree.tensors(value))
+        leaf, tensor = _main(value)
+        seen = Call(
+            shape=tree.describe(value),
+            dtype="/".join(dict.fromkeys(map(dtype, tensors))) or "-",
+            device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
+            nbytes=sum(t.nbytes for t in tensors if t.layout == torch.strided and not t.is_nested),
+            order=next(self._order),
+            leaf=leaf,
+        )
+        if tensor is not None:
+            self._view.tokens = max(self._view.tokens, tensor.shape[1] if tensor.dim() == 3 else 0)
+            with torch.no_grad():
+                last, view = self._channels.last(self._module, tensor), self._view
+                seen.value = numbers(tensor, last)
+                if seen.value is not None:
+                    seen.maps = pictures.feature_maps(tensor, view.patches, view.maps, view.side, last)
+        self._layer.calls.append(seen)
+
+    def gradient(self, value: Any, call: int) -> None:
+        if call >= len(self._layer.calls):
+            return
+        seen = self._layer.calls[call]
+        parts = [t for address, t in tree.leaves(value) if address == seen.leaf and isinstance(t, Tensor)]
+        tensor = parts[0] if parts else None
+        if tensor is None:
+            return
+        with torch.no_grad():
+            seen.gradient = numbers(tensor, self._channels.last(self._module, tensor))
+            if tensor.dim() == 3:
+                # Gradients arrive last layer first: what stays is the one nearest to the input.
+                self._sums[:] = tensor[0].float().norm(dim=-1).tolist()
+
+
+def _main(value: Any) -> tuple[str, Tensor | None]:
+    """The first floating-point tensor of a value, and its address in it."""
+    found = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+    floats = [(a, t) for a, t in found if t.is_floating_point() or t.is_quantized]
+    return next(iter(floats or found), ("", None))

@@ -1,0 +1,73 @@
+"""How long each module takes: the quickest of a few plain runs, with nothing else attached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchhook._core import calling
+from torchhook._core.index import Index, is_callable
+from torchhook._core.select import Target
+from torchhook._core.session import Session
+from torchhook._recording.address import Site
+from torchhook._values.tree import Inputs, tensors
+
+
+def seconds(model: nn.Module, index: Index, inputs: Inputs, repeats: int) -> dict[str, float]:
+    """Seconds in each module and below it, by its first name; all calls of one run together."""
+    runs = [_timed(model, index, inputs) for _ in range(repeats + 1)]
+    counted = runs[1:] or runs  # the first warms up
+    return {path: min(run[path] for run in counted if path in run) for path in counted[0]}
+
+
+def _timed(model: nn.Module, index: Index, inputs: Inputs) -> dict[str, float]:
+    devices = {t.device for t in (*model.parameters(), *tensors(inputs)) if t.device.type == "cuda"}
+    clock = _Clock([torch.cuda.current_stream(device) for device in devices])
+    session = Session(model, index=index, warn=False)
+    for module in filter(is_callable, index.distinct.values()):
+        site = Site(index.names(module)[0])
+        session.look(Target(site._replace(port="input"), module), clock.enter(site.path))
+        session.look(Target(site, module), clock.leave(site.path))
+    with torch.no_grad(), session:
+        calling.call(model, inputs)
+    return clock.read()
+
+
+class _Clock:
+    """Marks in time: of the processor, or of the streams of the devices where there are any."""
+
+    def __init__(self, streams: list[Any]) -> None:
+        self._streams = streams
+        self._open: dict[str, list[Any]] = {}
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def enter(self, path: str) -> Callable[[Any, int], None]:
+        return lambda value, call: self._open.setdefault(path, []).append(self._mark())
+
+    def leave(self, path: str) -> Callable[[Any, int], None]:
+        def close(value: Any, call: int) -> None:
+            if self._open.get(path):
+                self._spans.append((path, self._open[path].pop(), self._mark()))
+
+        return close
+
+    def _mark(self) -> Any:
+        return [s.record_event(torch.cuda.Event(True)) for s in self._streams] or time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for stream in self._streams:
+            stream.synchronize()
+        for path, start, end in self._spans:
+            total[path] = total.get(path, 0.0) + _between(start, end)
+        return total
+
+
+def _between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    return max(float(a.elapsed_time(b)) for a, b in zip(start, end, strict=True)) / 1e3

@@ -1,0 +1,1 @@
+"""Statistics while training. Enter at ``api``."""

@@ -1,0 +1,161 @@
+"""One measured step: what its hooks noted, and what comes of it when the step is over."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchhook._core.hooks import after_backward
+from torchhook._core.taps import Look
+from torchhook._values import tree
+from torchhook._watch.alarms import Bell
+from torchhook._watch.statistics import Ledger, Measure, Moments, measurable, norm, summarise
+from torchhook._watch.units import Units
+
+
+class Step:
+    """Takes the statistics of passing values. Holds numbers, never the values: graphs are freed as without it."""
+
+    def __init__(self, number: int, measure: Measure, units: Units, loss_scale: float) -> None:
+        self.number = number
+        self.ledger = Ledger()
+        self.ran = False
+        """Whether anything passed at all."""
+        self.units = units
+        self._measure = measure
+        self._loss_scale = loss_scale
+        self._values: dict[str, list[Moments]] = {}
+        self._masks: dict[str, Tensor] = {}
+        self._gradients: dict[str, list[int]] = {}
+        self._parameter_gradients: dict[str, int] = {}
+        self._awaited: dict[str, tuple[Tensor, int, int]] = {}
+        self._settling: weakref.ref[Any] | None = None
+        ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
+        self._moments = _Latest(lambda tensor: measure(tensor, ledger))
+        self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
+
+    # -- what hooks call -----------------------------------------------------------------------
+
+    def look(self, site: str, rectifies: bool) -> Look:
+        def look(value: Any, call: int) -> None:
+            self.ran = True
+            for key, tensor in _parts(site, value):
+                if self._measure.needed:
+                    self._values.setdefault(key, []).append(self._moments.of(tensor))
+                mask = self.units.alive(tensor) if rectifies else None
+                if mask is not None:
+                    before = self._masks.get(key)
+                    self._masks[key] = mask if before is None or before.shape != mask.shape else before | mask
+
+        return look
+
+    def look_once(self, site: str) -> Look:
+        """For parameters, which are the same at every call of their module."""
+        look = self.look(site, False)
+        return lambda value, call: None if site in self._values else look(value, call)
+
+    def look_gradient(self, site: str) -> Look:
+        def look(value: Any, call: int) -> None:
+            for key, tensor in _parts(site, value):
+                self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor))
+
+        return look
+
+    def look_parameter_gradient(self, site: str, parameter: Tensor) -> Look:
+        def look(gradient: Tensor, call: int) -> None:
+            before = parameter.grad
+            if before is None:
+                self._parameter_gradients[site] = self.ledger.note(norm(_dense(gradient)))
+                return
+            # What the optimizer will see is the sum, and it is there when the backward pass has ended.
+            if self._settling is None or self._settling() is None:
+                # Autograd alone holds it, until the backward pass ends or fails.
+                settle = functools.partial(self._settle)
+                self._settling = weakref.ref(settle)
+                after_backward(settle)
+            self._awaited[site] = (parameter, id(before), before._version)
+
+        return look
+
+    def _settle(self) -> None:
+        awaited, self._awaited = self._awaited, {}
+        for site, (parameter, identity, version) in awaited.items():
+            total = parameter.grad
+            # Unchanged after autograd.grad, which hands its gradients out instead.
+            if total is not None and (id(total) != identity or total._version != version):
+                self._parameter_gradients[site] = self.ledger.note(norm(_dense(total)))
+
+    # -- at the end ----------------------------------------------------------------------------
+
+    def finish(
+        self, wanted: Sequence[str], weights: dict[str, int], updates: dict[str, int], bell: Bell | None
+    ) -> dict[str, dict[str, Any]]:
+        """Read all numbers at once: statistics by site, modules first."""
+        dead = {site: self.ledger.note((~mask).sum()) for site, mask in self._masks.items()}
+        window = bell.saw(self._masks) if bell is not None else {}
+        dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
+        numbers = self.ledger.read()
+        found = {site: summarise(parts, numbers, wanted) for site, parts in self._values.items()}
+        for site, key in dead.items():
+            _note(found, site, "dead", numbers[key] / self._masks[site].numel())
+        for site, keys in self._gradients.items():
+            _note(found, site, "grad_norm", self._unscaled(math.hypot(*(numbers[key] for key in keys))))
+        for site, key in weights.items():
+            _note(found, site, "norm", numbers[key])
+            if site in self._parameter_gradients:
+                _note(found, site, "grad_norm", self._unscaled(numbers[self._parameter_gradients[site]]))
+            if site in updates:
+                _note(found, site, "update_ratio", _ratio(numbers[updates[site]], numbers[key]))
+        for site, key in dead_in_window.items():
+            assert bell is not None
+            bell.dead(self.number, site, int(numbers[key]), window[site])
+        return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}
+
+    def _unscaled(self, gradient: float) -> float:
+        return gradient / self._loss_scale
+
+
+class _Latest:
+    """A function that is not called again for the same tensor: what a layer returns, its container often does too."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        self._function = function
+        self._tensor: Callable[[], Tensor | None] = lambda: None
+        self._version = -1
+        self._result: Any = None
+
+    def of(self, tensor: Tensor) -> Any:
+        version = -1 if tensor.is_inference() else tensor._version
+        if version == -1 or version != self._version or self._tensor() is not tensor:
+            self._result = self._function(tensor)
+            self._tensor, self._version = weakref.ref(tensor), version
+        return self._result
+
+
+def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if measurable(value):
+            yield site, value
+        return
+    for address, leaf in tree.leaves(value):
+        if isinstance(leaf, Tensor) and measurable(leaf):
+            yield f"{site}[{address}]", leaf
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) -> None:
+    found.setdefault(site, {})[name] = value
+
+
+def _ratio(update: float, weight: float) -> float:
+    if weight == 0:
+        return 0.0 if update == 0 else math.inf
+    return update / weight

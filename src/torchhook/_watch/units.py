@@ -1,0 +1,85 @@
+"""Units of a rectifier: where they are in a value, and whether they live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._core.index import Index
+from torchhook._core.select import Target
+from torchhook._core.taps import Look
+from torchhook._recording.address import Site
+
+_RECTIFIERS = (nn.ReLU, nn.ReLU6)
+_RECTIFYING = frozenset({"relu", "relu_", "relu6"})
+_SPATIAL = ("InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+_BY_RANK = {rank: tuple(getattr(nn, f"{kind}{rank}d") for kind in _SPATIAL) for rank in (1, 2, 3)}
+
+
+def rectifies(module: nn.Module, op: str | None) -> bool:
+    """Whether nothing passes here that is below zero, and zero is what a dead unit says."""
+    return op in _RECTIFYING if op is not None else isinstance(module, _RECTIFIERS)
+
+
+class Units:
+    """Finds the dim of a value's units by the layer that last made a value of this shape: ``(N, C, T)`` of a Conv1d
+    and ``(N, T, D)`` of a Linear look the same."""
+
+    def __init__(self, index: Index) -> None:
+        self._sequences = any(_rank(module) == 1 for module in index.modules.values())
+        self._dims: dict[torch.Size, int] = {}
+
+    def look(self, module: nn.Module) -> Look:
+        """At the output of a layer."""
+
+        def look(value: Any, call: int) -> None:
+            if isinstance(value, Tensor):
+                dim = _unit_dim(module, value.dim())
+                if dim is not None:
+                    self._dims[value.shape] = dim
+
+        return look
+
+    def alive(self, tensor: Tensor) -> Tensor | None:
+        """For each unit, whether it is anything but zero somewhere; nothing is below. Not where units are unknown."""
+        if tensor.dim() < 2:
+            return None
+        unit = self._dims.get(tensor.shape)
+        if unit is None:
+            if tensor.dim() == 3 and self._sequences:
+                return None
+            unit = 2 if tensor.dim() == 3 else 1
+        return tensor.detach().amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
+
+
+def layers(index: Index) -> Iterator[Target]:
+    """The layers that tell where units are."""
+    for module in index.distinct.values():
+        if _unit_dim(module, 4) is not None:
+            yield Target(Site(index.names(module)[0]), module)
+
+
+def _unit_dim(module: nn.Module, dims: int) -> int | None:
+    """The dim of units in an output of so many dims."""
+    rank = _rank(module)
+    if rank is not None:
+        dim = dims - rank - 1  # one more in front, for the batch, or none
+    elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)):
+        dim = 1
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        dim = dims - 1 if len(module.normalized_shape) == 1 else -1
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        dim = dims - 1
+    else:
+        return None
+    return dim if 0 <= dim < dims else None
+
+
+def _rank(module: nn.Module) -> int | None:
+    """The number of dims that come after the channels in a layer's output."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return len(module.kernel_size)
+    return next((rank for rank, kinds in _BY_RANK.items() if isinstance(module, kinds)), None)
