@@ -115,7 +115,7 @@ def _places(target: Target, recording: Recording, leaf: str | None, dim: int | N
     several = len(records) > 1 or site.call is not None
     return [
         _Place(
-            target._replace(site=site._replace(call=record.call if several else None)),
+            target._replace(site=site.but(call=record.call if several else None)),
             _leaves(record.value, str(site), leaf, dim),
         )
         for record in records

@@ -64,7 +64,7 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
     alive: set[Site] = set()
 
     def passing(site: Site) -> Look:
-        return lambda value, call: ended.append(site._replace(call=call)) if _layout(value) is not None else None
+        return lambda value, call: ended.append(site.but(call=call)) if _layout(value) is not None else None
 
     def going_back(site: Site) -> Look:
         def look(grad: Any, call: int) -> None:
@@ -72,7 +72,7 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
             if layout is not None:
                 places = layout.maps(tree.get(grad, map_leaf(grad) or "")).ne(0).any(1)
                 if int(places.flatten(1).sum(1).max()) > 1:
-                    alive.add(site._replace(call=call))
+                    alive.add(site.but(call=call))
 
         return look
 
@@ -90,7 +90,7 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
         site = Site(index.names(module)[0])
         if site.path and is_callable(module) and not _is_passive(module):
             session.look(Target(site, module), passing(site))
-            session.look(Target(site._replace(port="grad"), module), going_back(site))
+            session.look(Target(site.but(port="grad"), module), going_back(site))
     with torch.enable_grad(), _differentiable(model, subject) as needed, session:
         scores = score(calling.call(model, subject.inputs)).sum()
         if needed and scores.requires_grad:

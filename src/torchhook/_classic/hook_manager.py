@@ -73,7 +73,7 @@ class HookManager:
         chosen = self._choose(layer_name, layer)
         ports = ["input"] * inputs + ["grad"] * grad
         chosen += [
-            (f"{key}:{port}", t._replace(site=t.site._replace(port=port))) for port in ports for key, t in chosen
+            (f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen
         ]
         for key, _ in chosen:
             if key in self._sessions:

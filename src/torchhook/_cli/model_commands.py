@@ -231,7 +231,7 @@ def _means(wanted: str, address: str) -> bool:
     if asked.call is None:
         site = site.every_call
     return (
-        asked._replace(path="") == site._replace(path="")
+        asked.but(path="") == site.but(path="")
         and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
     )
 

@@ -50,7 +50,7 @@ def resolve(
     for target in _choose(index, selectors, port):
         identity = _identity(target)
         if not left_out or not left_out & {(identity, None), (identity, target.site.port)}:
-            chosen.setdefault((identity, target.site[1:]), target)
+            chosen.setdefault((identity, target.site.parts[1:]), target)
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())
@@ -61,10 +61,10 @@ def _identity(target: Target) -> int:
 
 
 def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
-    if isinstance(selector, str):
-        yield from _by_text(index, selector, port)
-    elif isinstance(selector, Site):
+    if isinstance(selector, Site):  # before text, which it is too
         yield from _by_site(index, selector)
+    elif isinstance(selector, str):
+        yield from _by_text(index, selector, port)
     elif isinstance(selector, nn.Module):
         names = index.names(selector)
         if not names:
@@ -114,7 +114,7 @@ def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> I
         raise SelectorError(f"{what} matches no module. {suggestion(text, index.modules)}")
     if not running:
         raise SelectorError(f"{what} matches only containers that are never called: {', '.join(map(repr, paths[:4]))}.")
-    _, op, call, port = site
+    _, op, call, port = site.parts
     for path in running:
         yield Target(Site(path, op, call, port), index.modules[path])
 
@@ -128,7 +128,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     if site.path not in index.modules:
         site = parse(text, index.tensors)
     if site.port == "output" and not text.endswith(":output"):
-        site = site._replace(port=port)
+        site = site.but(port=port)
     if not _is_glob(site.path) or site.path in index.modules or site.path in index.tensors:
         yield from _by_site(index, site)
         return
@@ -143,7 +143,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     if paths:
         yield from _some(index, paths, site, repr(text), site.path)
     for name in names:
-        yield Target(site._replace(path=name), *index.tensors[name])
+        yield Target(site.but(path=name), *index.tensors[name])
 
 
 def _by_site(index: Index, site: Site) -> Iterator[Target]:

@@ -155,7 +155,7 @@ class Session:
         if tap is None:
             tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self.handles, passing)
             other = "input" if site.port == "grad" else "output"
-            opposite = self._passing_tap(target._replace(site=site._replace(port=other)))
+            opposite = self._passing_tap(target._replace(site=site.but(port=other)))
             if site.port == "grad":
                 passing.grad = tap
                 opposite.keeps.append(tap.note)
@@ -353,7 +353,7 @@ def _looked_at_first(tap: Tap, look: Look) -> Edit:
 
 def _editor(site: Site, edit: edits.Edit) -> Edit:
     def change(value: Any, call: int) -> Any:
-        here = site._replace(call=call)
+        here = site.but(call=call)
         new = edit(value, here)
         if new is None or new is value:
             return value

@@ -112,7 +112,7 @@ def guard(
     for module in index.distinct.values():
         if is_callable(module):
             site = Site(index.names(module)[0])
-            session.look(Target(site._replace(port="input"), module), _looker(watcher.given, module))
+            session.look(Target(site.but(port="input"), module), _looker(watcher.given, module))
             session.look(Target(site, module), _looker(watcher.made, module))
     return Guard(session, judge)
 

@@ -1,40 +1,78 @@
 """Sites and their addresses: ``path[/op][#call][:port]``.
 
 A site is a place where a value passes: a module's path in the model, optionally an operation inside
-it, optionally one call only, and a port. ``str(site)`` is its address; ``parse`` reads one.
+it, optionally one call only, and a port. A site is its address: a string that knows its parts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any
 
 PORTS = ("output", "input", "grad", "grad_input")
+MODEL = "(model)"
+"""How the model itself is called where its path, which is empty, would not be seen. It is read like that too."""
 
 
-class Site(NamedTuple):
+class Site(str):
     """Where a value passes.
 
-    >>> str(Site("layer4.1.relu", call=1, port="input"))
+    >>> site = Site("layer4.1.relu", call=1, port="input")
+    >>> site
     'layer4.1.relu#1:input'
+    >>> site == "layer4.1.relu#1:input", site.path, site.call
+    (True, 'layer4.1.relu', 1)
     """
 
     path: str
-    op: str | None = None
-    call: int | None = None
-    port: str = "output"
+    op: str | None
+    call: int | None
+    port: str
+    __slots__ = ("call", "op", "path", "port")
 
-    def __str__(self) -> str:
-        op = "" if self.op is None else f"/{self.op}"
-        call = "" if self.call is None else f"#{self.call}"
-        port = "" if self.port == "output" else f":{self.port}"
-        return f"{self.path}{op}{call}{port}"
+    def __new__(cls, path: str, op: str | None = None, call: int | None = None, port: str = "output") -> Site:
+        text = path if op is None else f"{path}/{op}"
+        text = text if call is None else f"{text}#{call}"
+        site = super().__new__(cls, text if port == "output" else f"{text}:{port}")
+        site.path, site.op, site.call, site.port = path, op, call, port
+        return site
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Site):  # a module's own name may look like an address with a port
+            return self.parts == other.parts
+        return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.parts
+
+    @property
+    def parts(self) -> tuple[str, str | None, int | None, str]:
+        """Path, operation, call and port."""
+        return self.path, self.op, self.call, self.port
 
     @property
     def every_call(self) -> Site:
         """The same site without a call index."""
-        return self if self.call is None else self._replace(call=None)
+        return self if self.call is None else self.but(call=None)
+
+    @property
+    def shown(self) -> str:
+        """The address for people: the model itself has a name here."""
+        return str(self) if self.path else MODEL + self
+
+    def but(self, **parts: Any) -> Site:
+        """The same site with other parts.
+
+        >>> Site("fc").but(port="grad")
+        'fc:grad'
+        """
+        return Site(**{"path": self.path, "op": self.op, "call": self.call, "port": self.port, **parts})
 
 
 def parse(address: str, known: Collection[str] = ()) -> Site:
@@ -43,8 +81,8 @@ def parse(address: str, known: Collection[str] = ()) -> Site:
     ``known`` holds paths that exist. A module's name may itself contain ``/``, ``#`` or ``:``, so the
     longest reading whose path is known wins; without one, the grammar decides alone.
 
-    >>> parse("blocks.3.attn/softmax#2:input")
-    Site(path='blocks.3.attn', op='softmax', call=2, port='input')
+    >>> parse("blocks.3.attn/softmax#2:input").parts
+    ('blocks.3.attn', 'softmax', 2, 'input')
     """
     options = list(readings(address))
     return next((site for site in options if site.path in known), options[-1])
@@ -52,6 +90,8 @@ def parse(address: str, known: Collection[str] = ()) -> Site:
 
 def readings(address: str) -> Iterator[Site]:
     """Every way to read an address, from the plain path to the fully decorated one."""
+    if re.match(r"\(model\)(?:$|[/#:])", address):
+        address = address.removeprefix(MODEL)
     yield Site(address)
     rest, port = address, "output"
     head, colon, tail = address.rpartition(":")

@@ -172,7 +172,7 @@ def compare(
     rows: list[tuple[tuple[int, int], Row]] = []
     reached = {-1: -1}
     for record in a.records():
-        wanted = counterparts.of(record.site._replace(call=record.call))
+        wanted = counterparts.of(record.site.but(call=record.call))
         if wanted is None:
             seen.add((record.site, record.call))
             continue
@@ -203,7 +203,7 @@ def _canonical(recording: Recording, site: Site) -> Site:
 
 def _address(recording: Recording, record: Record) -> str:
     several = len(recording.records(record.site)) > 1
-    return str(record.site._replace(call=record.call) if several else record.site)
+    return str(record.site.but(call=record.call) if several else record.site)
 
 
 class Counterparts:
@@ -231,7 +231,7 @@ class Counterparts:
                     return None
                 target = parse(name, self._b)
                 call = target.call if target.call is not None else None if exact.call is not None else site.call
-                return target._replace(call=call)
+                return target.but(call=call)
         if self._function is not None:
             path = self._function(site.path)
         else:
@@ -241,7 +241,7 @@ class Counterparts:
                 key = max(prefixes, key=len)
                 name = self._names[key]
                 path = None if name is None else name + path[len(key) :]
-        return None if path is None else site._replace(path=path)
+        return None if path is None else site.but(path=path)
 
     def all_of(self, site: Site) -> list[Site]:
         """Every counterpart that some call of the site may have."""

@@ -149,7 +149,7 @@ class Recording:
             wanted = rows[0][0]
             raise AmbiguousCallError(
                 f"call {wanted} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
-                f"take rec.all({str(site._replace(call=wanted))!r})."
+                f"take rec.all({str(site.but(call=wanted))!r})."
             )
         return rows[0][2]
 
@@ -197,7 +197,7 @@ class Recording:
         for site in self.sites:
             rows = self._rows(site)
             for call, _, value in rows:
-                yield str(site if len(rows) == 1 else site._replace(call=call)), value
+                yield str(site if len(rows) == 1 else site.but(call=call)), value
 
     def values(self) -> Iterator[Any]:
         """The value of every record, as in ``items``."""
@@ -217,7 +217,7 @@ class Recording:
 
     def _find(self, key: str | Site | tuple[str | Site, int]) -> tuple[Site, int | None]:
         call: int | None = None
-        if isinstance(key, tuple) and not isinstance(key, Site):
+        if isinstance(key, tuple):
             if len(key) != 2:
                 raise TypeError(f"rec[site, call] takes two parts, found {len(key)}.")
             address, call = key
@@ -239,7 +239,7 @@ class Recording:
     def _recorded(self, site: Site) -> Site:
         """The site under the name that it was recorded by. Its ports may have been asked for by different names."""
         names = [site.path, *(path for name, path in self._aliases if name == site.path)]
-        here = (site._replace(path=name) for name in names)
+        here = (site.but(path=name) for name in names)
         return next((known for known in here if known in self._stores), site)
 
     def _calls(self, site: Site, call: int | None) -> list[Row]:
@@ -259,7 +259,7 @@ class Recording:
         self.wait()
         if rows := list(self._stores.get(site, ())):
             return rows
-        address = str(site if call is None else site._replace(call=call))
+        address = str(site if call is None else site.but(call=call))
         if address not in self.missing:
             address = str(site)
         if address in self.missing:

@@ -60,7 +60,7 @@ def observe(
             site, looker = Site(layers[number].path), _Looker(layers[number], module, view, channels, order, sums)
             session.look(Place(site, module), looker.value)
             if gradients:
-                session.look(Place(site._replace(port="grad"), module), looker.gradient)
+                session.look(Place(site.but(port="grad"), module), looker.gradient)
     with torch.set_grad_enabled(gradients), session as recording:
         leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
         with _some_gradient(model, leaves, gradients):

@@ -30,7 +30,7 @@ def _timed(model: nn.Module, index: Index, inputs: Inputs) -> dict[str, float]:
     session = Session(model, index=index, warn=False)
     for module in filter(is_callable, index.distinct.values()):
         site = Site(index.names(module)[0])
-        session.look(Target(site._replace(port="input"), module), clock.enter(site.path))
+        session.look(Target(site.but(port="input"), module), clock.enter(site.path))
         session.look(Target(site, module), clock.leave(site.path))
     with torch.no_grad(), session:
         calling.call(model, inputs)

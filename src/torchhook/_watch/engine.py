@@ -70,7 +70,7 @@ class Plan:
             is_output = target.tensor is None and site.port == "output"
             session.look(target, step.look(str(site), rectified and is_output and rectifies(target.module, site.op)))
             if self.gradients and is_output:
-                session.look(target._replace(site=site._replace(port="grad")), step.look_gradient(str(site)))
+                session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
         if self.gradients:
             for name, target in self.parameters.items():
                 tensor = live_tensor(target)

@@ -67,7 +67,7 @@ def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
     every = recording.all(key)
     if len(every) == 1:
         return [(key, every[0])]
-    return [(str(record.site._replace(call=record.call)), record.value) for record in recording.records(key)]
+    return [(str(record.site.but(call=record.call)), record.value) for record in recording.records(key)]
 
 
 def first(value: Any) -> Tensor | None:
