@@ -18,6 +18,7 @@ TorchHookError
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
+NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
 """
@@ -26,6 +27,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+import warnings
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -113,12 +116,36 @@ class NeverRanWarning(UserWarning):
     """Sites that were selected and never ran, with the likely cause of each."""
 
 
+class NeverOpenedWarning(UserWarning):
+    """A session, guard, watch or clip was made and dropped without ever being opened, so it did nothing."""
+
+
 class GuardWarning(UserWarning):
     """A guarded model made a NaN or Inf, and ``guard(action="warn")`` let it go on."""
 
 
 class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level - 1)
+
+
+_NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "weakref"})
+
+
+def never_opened(what: str) -> None:
+    """Say that something was dropped without ever being opened; for ``__del__``."""
+    warn(
+        f"{what} was dropped without ever being opened, so it did nothing. It is inert until then: use it in a with "
+        "block, or call open() and later close().",
+        NeverOpenedWarning,
+    )
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
