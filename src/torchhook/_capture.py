@@ -54,7 +54,7 @@ def capture(
     session.record(targets, keeper, max_records, before_edits)
     if stop:
         session.stop_when_seen(targets)
-    return session
+    return session.handed_out("what th.capture(…) returned")
 
 
 def _every_module(name: str, module: nn.Module) -> bool:
@@ -75,7 +75,7 @@ def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session
     """
     session = Session(model, threads=threads)
     _add_edits(session, edits)
-    return session
+    return session.handed_out("what th.edit(…) returned")
 
 
 def _add_edits(session: Session, edits: Edits) -> None:

@@ -829,7 +829,6 @@ def test_grad_input_of_a_module_that_works_in_place_after_a_call_that_raised(x: 
     torch.testing.assert_close(rec["relu:grad_input"], mask)
 
 
-@pytest.mark.xfail(reason="after a write in place, all that flows into the tensor is one gradient")
 def test_grad_input_of_a_module_that_works_in_place_on_what_others_have_read(x: Tensor) -> None:
     class ReadBefore(nn.Module):
         def __init__(self) -> None:

@@ -31,7 +31,7 @@ address: Callable[[Tensor], int] = torch._C._data_address
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test that takes this runs twice: as torch is, and as if it had no lazy clones."""
     if request.param == "fallback":
-        monkeypatch.setattr(room, "_lazy_clone", torch.clone)
+        monkeypatch.setattr(room, "lazy_clone", torch.clone)
     return request.param
 
 

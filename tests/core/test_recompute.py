@@ -16,8 +16,9 @@ import torchhook as th
 from tests.oracle import in_threads
 from torchhook import edits
 from torchhook._core import recompute
-from torchhook._core.recompute import Segments, graph_task, in_bare_segment
+from torchhook._core.recompute import Segments
 from torchhook._recording.address import Site
+from torchhook._torch import graph_task, in_bare_segment
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
 

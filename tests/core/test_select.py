@@ -329,7 +329,7 @@ def test_a_wrong_exclude_is_an_error_too_and_so_is_one_that_leaves_nothing() -> 
 
 def test_a_wrong_port_lists_the_ports() -> None:
     assert complaint("fc", port="out") == (
-        "port='out' is not a port; ports are 'output', 'input', 'grad', 'grad_input'."
+        "port='out' is not a port; ports are 'output', 'input', 'grad', 'grad_input', 'grad_total'."
     )
 
 

@@ -6,7 +6,6 @@ which module it happened. The mode is only there while a module of a session tha
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook._core.recompute import in_bare_segment
+from torchhook import _torch
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value
+from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listeners, own_work
 from torchhook._values import tree
 from torchhook.errors import SessionError
 
@@ -69,9 +68,10 @@ class Listener:
 
     def enter(self, module: nn.Module) -> None:
         if not self._gate.is_foreign():
-            if self._running and module is self._running[0] and not _is_recursive(module):
+            if self._running and module is self._running[0] and _torch.times_running(module) < 2:
                 self.unwind(0)  # left by an interrupt, which hooks do not see
             if not self._running:
+                own_work.busy = False  # an interrupt may have left it so
                 _modes.mode.listen(self)
             self._running.append(module)
 
@@ -126,17 +126,8 @@ class Listener:
         return value
 
 
-def _is_recursive(module: nn.Module) -> bool:
-    """Whether a module that is being entered runs already."""
-    frame, times = sys._getframe(1), 0
-    while frame.f_back is not None:
-        times += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return times > 1
-
-
 def _check_recomputable(tap: Tap, name: str) -> None:
-    if tap.edits and in_bare_segment():
+    if tap.edits and _torch.in_bare_segment():
         raise SessionError(
             f"{tap.label}/{name} cannot be edited here: it runs in a checkpointed function that is no module, and "
             "would not be edited when that is recomputed. Checkpoint a module instead, or edit a module's output."
@@ -162,12 +153,14 @@ class _Mode(TorchFunctionMode):
         self.listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
+        listeners.append(listener)
         self.listeners.append(listener)
         if len(self.listeners) == 1:
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def ignore(self, listener: Listener) -> None:
         if listener in self.listeners:
+            listeners.remove(listener)
             self.listeners.remove(listener)
             if not self.listeners:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -177,7 +170,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         name = op_name(func)
-        if name is None or _is_our_own_doing():
+        if name is None or own_work.busy:
             return func(*args, **kwargs)
         listeners = [(listener, listener.current) for listener in self.listeners]
         for listener, _ in listeners:
@@ -186,16 +179,6 @@ class _Mode(TorchFunctionMode):
         for listener, module in listeners:
             output = listener.after(name, module, output, args, kwargs)
         return output
-
-
-def _is_our_own_doing() -> bool:
-    """Whether the call comes from a hook of this library (a copy, a user's transform) and not from the model."""
-    frame = sys._getframe(2)
-    while (name := frame.f_globals.get("__name__", "")) != "torch.nn.modules.module" and frame.f_back is not None:
-        if name.startswith("torchhook."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 class _PerThread(threading.local):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
+
+from torchhook import _torch
 
 
 def before_call(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
@@ -39,7 +40,7 @@ def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle
 
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
+    _torch.after_backward(function)
 
 
 class TensorHandles:
@@ -109,7 +110,7 @@ class _EagerStance:
 
     def hold(self) -> Callable[[], None]:
         """Force eager until the returned function is called."""
-        if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing it takes seconds
+        if not _torch.compiler_is_loaded():
             return lambda: None
         with self._lock:
             if self._holders == 0:

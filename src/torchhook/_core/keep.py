@@ -2,7 +2,7 @@
 
 This is the only home of copy-on-write and of side streams.
 
-*Copy-on-write.* ``torch._lazy_clone`` shares a tensor's memory until someone writes to it, so a safe
+*Copy-on-write.* ``lazy_clone`` shares a tensor's memory until someone writes to it, so a safe
 capture costs a copy only where the model really overwrites the value. Memory that outlives the forward
 (parameters, buffers, the caller's own inputs) is cloned for real instead: a shared storage moves to a new
 address when it is written, which raw pointers held elsewhere (numpy views, CUDA graphs) would not follow.
@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook._torch import in_transform, is_view, lazy_clone, storage_key, unwrapped
 from torchhook._values import tree
 
 Transform = Callable[[Any], Any]
 
 MODES = ("copy", "live", "reference", "clone")
 
-_lazy_clone: Callable[[Tensor], Tensor] = getattr(torch, "_lazy_clone", torch.clone)
-_in_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
 
 
@@ -57,39 +56,38 @@ class Keep:
         self.device = None if device is None else torch.device(device)
         self.dtype = dtype
         self.transform = transform
+        self._to_host = HostCopies() if self.device == torch.device("cpu") else None
+        self._is_plain = self.device is None and dtype is None
+        self._is_fast = (
+            mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
+        )
         self._owned: list[Tensor] = []
         self._owned_ids: frozenset[int] = frozenset()
         self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
-        self._to_host = HostCopies() if self.device == torch.device("cpu") else None
-        plain = self.device is None and dtype is None
-        keeps = {"copy": self._copy, "live": self._live, "reference": _as_is, "clone": _clone}
-        self._as_it_is: Callable[[Tensor], Tensor] = keeps[mode]
-        self._tensor = self._as_it_is if plain else self._converted
-        self._fast = mode == "copy" and transform is None and dtype is None and (plain or self._to_host is not None)
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
         """A function that keeps a passing value and puts it away with its call index and its place in ``order``.
 
         It runs once for every captured layer, so what ``value`` does for a plain tensor is written out in it.
         """
-        if not self._fast:
+        if not self._is_fast:
             return lambda value, call: put((call, next(order), self.value(value)))
         host = self._to_host is not None
 
         def record(value: Any, call: int) -> None:
             if (
                 type(value) is Tensor
-                and not value._is_view()
+                and not is_view(value)
                 and not value.is_inference()
                 and not value.is_quantized
                 and id(value) not in self._outliving_ids
-                and not _in_functorch()
+                and not in_transform()
                 and (not host or value.is_cpu)
             ):
                 try:
-                    put((call, next(order), _lazy_clone(value.data)))  # data: quicker than detach, and no view is kept
+                    put((call, next(order), lazy_clone(value.data)))  # data: quicker than detach, and no view is kept
                     return
                 except (NotImplementedError, RuntimeError):
                     pass
@@ -124,42 +122,43 @@ class Keep:
         self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
         self._outliving_storages = None
 
+    def release(self) -> None:
+        """Let go of what the model owns and was called with: nothing more will pass."""
+        self.owns(())
+
     def wait(self) -> None:
         """Return when every value that was kept can be read."""
         if self._to_host is not None:
             self._to_host.wait()
 
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if self._may_share(tensor):
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        return self._as_it_is(tensor) if self._is_plain else self._converted(tensor)
+
+    # Not a bound method that is chosen once: an object that holds itself waits for the collector, and its values too.
+    def _as_it_is(self, tensor: Tensor) -> Tensor:
+        if self.mode == "reference":
+            return tensor
+        if self.mode != "clone" and self._may_share(tensor):
             try:
-                return _lazy_clone(tensor.detach() if tensor.requires_grad else tensor)
+                return lazy_clone(tensor.detach() if self.mode == "copy" and tensor.requires_grad else tensor)
             except (NotImplementedError, RuntimeError):
                 pass  # sparse and opaque layouts; memory that torch does not own
-        return _clone(tensor)
-
-    def _live(self, tensor: Tensor) -> Tensor:
-        if self._may_share(tensor):
-            try:
-                return _lazy_clone(tensor)
-            except (NotImplementedError, RuntimeError):
-                pass
-        return tensor.clone()
+        return tensor.clone() if self.mode == "live" else _detached_clone(tensor)
 
     def _may_share(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
-        if type(tensor) is not Tensor or tensor.is_quantized or _in_functorch():  # a Parameter outlives by its type
+        if type(tensor) is not Tensor or tensor.is_quantized or in_transform():  # a Parameter outlives by its type
             return False
-        if not tensor._is_view() and not tensor.is_inference():
+        if not is_view(tensor) and not tensor.is_inference():
             return id(tensor) not in self._outliving_ids
         try:
-            storage = tensor.untyped_storage()
+            if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
+                return False  # a small view would hold on to all of it
         except (NotImplementedError, RuntimeError):
             return False
-        if storage.nbytes() > _ROOMY * tensor.nbytes:
-            return False  # a small view would hold on to all of it
         if self._outliving_storages is None:
-            self._outliving_storages = frozenset(map(_storage_id, [*self._owned, *self._inputs]))
-        return storage._cdata not in self._outliving_storages
+            self._outliving_storages = frozenset(map(storage_key, [*self._owned, *self._inputs]))
+        return storage_key(tensor) not in self._outliving_storages
 
     def _converted(self, tensor: Tensor) -> Tensor:
         detach = self.mode in ("copy", "clone") and tensor.requires_grad
@@ -176,33 +175,10 @@ class Keep:
         return source if fresh else self._as_it_is(source)
 
 
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _clone(tensor: Tensor) -> Tensor:
+def _detached_clone(tensor: Tensor) -> Tensor:
     # Not always detach: subclasses refuse it on inference tensors.
-    if _in_functorch():
-        tensor = _unwrapped(tensor)
+    tensor = unwrapped(tensor)
     return (tensor.detach() if tensor.requires_grad else tensor).clone()
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor behind the wrappers of ``torch.func``, which are dead outside; the dim of vmap comes first."""
-    while _in_functorch() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        batched = torch._C._functorch.is_batchedtensor(tensor)
-        dim = torch._C._functorch.maybe_get_bdim(tensor) if batched else 0
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-        tensor = tensor.movedim(dim, 0) if batched else tensor
-    return tensor
-
-
-def _storage_id(tensor: Tensor) -> int | None:
-    # Not data_ptr(): asking for a pointer ends copy-on-write.
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None
 
 
 class HostCopies:

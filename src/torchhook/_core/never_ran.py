@@ -17,12 +17,22 @@ from torchhook.errors import suggestion
 
 
 def cause(
-    target: Target, tap: Tap, index: Index, taps: Mapping[int, Tap], scope: Scope, listener: Listener | None
+    target: Target,
+    tap: Tap,
+    passing: Tap,
+    index: Index,
+    taps: Mapping[int, Tap],
+    scope: Scope,
+    listener: Listener | None,
 ) -> str:
-    """The likely cause. ``taps`` are those of this session by module id, the model's own among them."""
+    """The likely cause.
+
+    ``passing`` is the tap that the value passes in the forward pass; ``taps`` are those of this session by module id,
+    the model's own among them.
+    """
     site = target.site
     if isinstance(tap, GradTap):
-        return _no_gradient(target, tap)
+        return _no_gradient(target, tap, passing)
     if tap.elsewhere and not tap.ran:
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
@@ -80,12 +90,12 @@ def _no_operation(target: Target, index: Index, listener: Listener) -> str:
     return f"{where} ran no operation, or did not run at all."
 
 
-def _no_gradient(target: Target, tap: GradTap) -> str:
+def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     if target.tensor is not None and not live_tensor(target).requires_grad:
         return "it does not require a gradient."
-    if tap.without_grad:
+    if tap.lacked_gradient:
         return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
-    if tap.source is not None and not tap.source.ran:
+    if passing is not tap and not passing.ran:
         return "it did not run in the forward pass while the session was open."
     if target.site.call is not None and tap.ran:
         return f"gradients arrived for other calls, but not for call {target.site.call}."

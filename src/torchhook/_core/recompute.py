@@ -7,20 +7,15 @@ another is made anew whenever that one is recomputed, so a call is noted for eve
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
-graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-"""The backward pass that is running in this thread; -1 for none."""
+from torchhook import _torch
+from torchhook._torch import graph_task as graph_task
+from torchhook.errors import SessionError
 
-_saved_tensor_hooks: Callable[[bool], Any] = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda ignore_tracing: True
-)
 _REMEMBERED = 1024  # segments whose backward pass may still come
 _MARK = "_torchhook_segment"  # on an object that goes with the graph: its id may be used again
 _tokens = count()
@@ -37,19 +32,19 @@ class Segments:
 
     def note(self, call: int) -> None:
         """Remember the segment of a call that runs for the first time."""
-        # Every checkpoint runs without gradients, or with hooks on what autograd saves.
-        if torch.is_grad_enabled() and _saved_tensor_hooks(True) is None:
+        # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
+        if torch.is_grad_enabled() and _torch.saved_tensor_hooks() is None:
             return
-        for segment in _around()[1]:
+        for segment in _torch.segments()[1]:
             self._note(segment, call)
 
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
-        return bool(self._calls) and getattr(_around()[0], _MARK, None) in self._calls
+        return bool(self._calls) and getattr(_torch.segments()[0], _MARK, None) in self._calls
 
     def call_again(self, ran: int) -> int:
         """The index that a recomputed call had the first time."""
-        (segment, inside), task = _around(), graph_task()
+        (segment, inside), task = _torch.segments(), graph_task()
         token = getattr(segment, _MARK, None)
         known = None if token is None else self._calls.get(token)
         key = ran if known is None or token is None else token
@@ -57,11 +52,22 @@ class Segments:
         position = position + 1 if (before, before_task) == (key, task) else 0
         self._again = (key, task, position)
         if known is None:
-            return max(ran - 1 - position, 0)  # backward goes through the calls in reverse
+            return self._guess(ran, position)
         call = known[position % len(known)]
         for segment in inside:
             self._note(segment, call)
         return call
+
+    def _guess(self, ran: int, position: int) -> int:
+        """For a recomputation that is not torch's own: backward goes through the calls in reverse."""
+        if ran > 1 and not _torch.understands_checkpoints():
+            # A wrong guess would give wrong gradients without a word.
+            raise SessionError(
+                f"a module that ran {ran} times is recomputed in the backward pass, and torch {torch.__version__} does "
+                "not let TorchHook see which call it is. Edit or watch it without activation checkpointing, or use a "
+                "version of torch that the README names."
+            )
+        return max(ran - 1 - position, 0)
 
     def _note(self, segment: Any, call: int) -> None:
         token = getattr(segment, _MARK, None)
@@ -71,36 +77,3 @@ class Segments:
         if token not in self._calls and len(self._calls) >= _REMEMBERED:
             del self._calls[next(iter(self._calls))]
         self._calls.setdefault(token, []).append(call)
-
-
-def in_bare_segment() -> bool:
-    """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") != "torch.nn.modules.module":
-        if frame.f_globals is vars(checkpoint):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _around() -> tuple[Any, list[Any]]:
-    """The segment that is being recomputed, if one is, and the segments in it that run for the first time.
-
-    They are torch's own objects for them.
-    """
-    frame, first = sys._getframe(2), []
-    while frame.f_back is not None:
-        if frame.f_globals is vars(checkpoint):
-            name, known = frame.f_code.co_name, frame.f_locals
-            if name == "checkpoint" and "gen" in known:
-                inner = getattr(known["gen"], "gi_frame", None)
-                if inner is not None and "new_frame" in inner.f_locals:
-                    first.append(inner.f_locals["new_frame"])
-            elif name == "forward" and "ctx" in known:  # reentrant
-                first.append(known["ctx"])
-            elif name == "unpack_hook" and "frame" in known:
-                return known["frame"], first
-            elif name == "backward" and "ctx" in known:  # reentrant
-                return known["ctx"], first
-        frame = frame.f_back
-    return None, first

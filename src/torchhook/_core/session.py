@@ -1,42 +1,40 @@
-"""The live scope: attach one hook per module and direction, hand each passing value to its edits and keeps, and take
+"""The live scope: attach one hook per module and direction, hand each passing value to its edits and looks, and take
 every hook away again, whatever happens. Everything that looks into a model is a thin user of ``Session``.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from torchhook import edits
 from torchhook._core import functional, hooks, never_ran
 from torchhook._core.functional import Listener
-from torchhook._core.gradients import GradTap
-from torchhook._core.hooks import Attachment, TensorHandles
+from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, Edit, InputTap, Look, OutputTap, Tap
-from torchhook._recording.address import Site
+from torchhook._core.taps import CustomTap, Edit, Look, Tap
+from torchhook._core.wiring import Taps
+from torchhook._recording.address import MODEL, Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
 
 Threads = Literal["own", "all"]
 
 
 class Session:
-    """Edits and keeps on sites of a model, for as long as it is open.
+    """Edits and looks on sites of a model, for as long as it is open.
 
     Build it with ``edit``, ``look`` and ``record``, then use it once: as a context manager, or with ``open`` and
-    ``close``. A session that is dropped while open takes its hooks with it.
+    ``close``. Until then it does nothing. A session that is dropped while open takes its hooks with it.
     """
 
     def __init__(
@@ -47,19 +45,16 @@ class Session:
         self.index = Index(model) if index is None else index
         self.recording = Recording(type(self.index.modules[""]).__name__)
         self.scope = Scope()
-        self.handles = TensorHandles()
-        """Hooks on tensors, which go when the session closes."""
-        self._tap_scope = self.scope if threads == "own" else None
+        self._own_threads_only = threads == "own"
         self._warn = warn
-        self._targets: dict[Site, tuple[Target, Tap]] = {}
-        self._taps: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
+        self._given_as = ""
+        self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._stops = False
         self._depths: dict[int, int] = {}
-        self._grad_taps: dict[Site, GradTap] = {}
-        self._parameters: list[tuple[Target, GradTap]] = []
-        self._listener: Listener | None = None
-        self._root = self._tap(InputTap, self.index.modules[""], "")
+        self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
+        self.handles = self._taps.handles
+        """Hooks on tensors, which go when the session closes."""
         self._removal: weakref.finalize[[], Session] | None = None
 
     # -- building -----------------------------------------------------------------------------
@@ -69,14 +64,14 @@ class Session:
         site = target.site
         if target.tensor is not None and site.port != "grad":
             raise SelectorError(
-                f"{str(site)!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
+                f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._tap_of(target).edits.append(self._only_edit(site, _editor(site, edits.adapt(edit))))
+        self._taps.of(target).edits.append(self._only_edit(site, _editor(site, edits.adapt(edit))))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
-        self._tap_of(target).keeps.append(self._only_look(target.site, look))
+        self._taps.of(target).looks.append(self._only_look(target.site, look))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
@@ -91,12 +86,13 @@ class Session:
                 self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if before_edits:
-                tap = self._tap_of(target)
+                tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
             else:
                 self.look(target, recorder)
         self.recording.wait_with(keep.wait)
-        self._root.keeps.insert(0, _outliving(self.index, keep))
+        self._keeps.append(keep)
+        self._taps.root.looks.insert(0, _outliving(self.index, keep))
 
     def _other_names(self, target: Target) -> list[str]:
         if target.tensor is None:
@@ -108,61 +104,27 @@ class Session:
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
     ) -> None:
         """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
-        tap = CustomTap(target.site.path, self._tap_scope, function)
-        tap.keeps.append(keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order))
-        self._taps[id(target.module), CustomTap] = (target.module, tap)
-        self._targets[target.site] = (target, tap)
+        tap = CustomTap(target.site.path, self.scope if self._own_threads_only else None, function)
+        tap.looks.append(keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order))
+        self._taps.custom(target, tap)
 
     def stop_when_seen(self, targets: Iterable[Target]) -> None:
         """End the forward pass once every one of ``targets`` has been seen."""
-        if self._tap_scope is None:
+        if not self._own_threads_only:
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
         targets = list(targets)
         waiting = {target.site for target in targets}
         for target in targets:
-            if target.site.port in ("grad", "grad_input"):
+            if target.site.port.startswith("grad"):
                 raise SessionError(
-                    f"stop=True ends the forward pass, and {str(target.site)!r} needs the backward pass."
+                    f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
             self.look(target, _stopper(self.scope, waiting, target.site))
 
     def listen(self, listener: Listener | None = None) -> Listener:
         """See the functional operations inside the modules, with a listener of one's own or the session's."""
-        if self._listener is None or listener is not None:
-            if self._tap_scope is None:
-                raise SessionError(
-                    "operations are seen in one thread only, the session's own: leave out threads='all'."
-                )
-            self._listener = Listener(self.scope) if listener is None else listener
-        return self._listener
-
-    # -- taps -----------------------------------------------------------------------------------
-
-    def _tap_of(self, target: Target) -> Tap:
-        if target.site not in self._targets:
-            self._targets[target.site] = (target, self._make_tap(target))
-        return self._targets[target.site][1]
-
-    def _make_tap(self, target: Target) -> Tap:
-        site = target.site
-        if target.tensor is not None:
-            return self._tensor_tap(target)
-        passing = self._passing_tap(target)
-        if site.port in ("output", "input"):
-            return passing
-        tap = self._grad_taps.get(site.every_call)
-        if tap is None:
-            tap = self._grad_taps[site.every_call] = GradTap(site.path, self.scope, self.handles, passing)
-            other = "input" if site.port == "grad" else "output"
-            opposite = self._passing_tap(target._replace(site=site.but(port=other)))
-            if site.port == "grad":
-                passing.grad = tap
-                opposite.keeps.append(tap.note)
-            else:
-                passing.edits.append(tap.split)
-                opposite.keeps.append(tap.settle)
-        return tap
+        return self._taps.listen(listener)
 
     def _only_edit(self, site: Site, edit: Edit) -> Edit:
         if site.call is None:
@@ -189,48 +151,17 @@ class Session:
 
         return look_at_one
 
-    def _passing_tap(self, target: Target) -> Tap:
-        """The tap that the value passes in the forward pass."""
-        inward = target.site.port in ("input", "grad_input")
-        if target.site.op is None:
-            return self._tap(InputTap if inward else OutputTap, target.module, target.site.path)
-        listener = self.listen()
-        taps = listener.inputs if inward else listener.outputs
-        return taps.setdefault((id(target.module), target.site.op), Tap(target.site.path))
-
-    def _tensor_tap(self, target: Target) -> Tap:
-        """The tap of a parameter or buffer: its value when its module runs, or its gradient."""
-        if target.site.port == "output":
-            tap = Tap(target.site.path)
-            self._tap(InputTap, target.module, target.site.path).keeps.append(
-                lambda value, call: _pass_tensor(tap, target)
-            )
-            return tap
-        if target.site.port != "grad":
-            raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a parameter or buffer, without inputs.")
-        if target.tensor not in target.module._parameters:
-            raise SelectorError(f"{str(target.site)!r}: {target.site.path!r} is a buffer, which has no gradient.")
-        if is_lazy(live_tensor(target)):
-            raise SelectorError(
-                f"{str(target.site)!r}: the parameter has no shape yet. Run the model once, then capture."
-            )
-        grad_tap = GradTap(target.site.path, self.scope, self.handles)
-        if live_tensor(target).requires_grad:
-            self._parameters.append((target, grad_tap))
-        return grad_tap
-
-    def _tap(self, kind: type[InputTap] | type[OutputTap], module: nn.Module, path: str) -> InputTap | OutputTap:
-        known = self._taps.get((id(module), kind))
-        if known is None:
-            known = self._taps[id(module), kind] = (module, kind(path, self._tap_scope))
-        return known[1]
-
     # -- living -------------------------------------------------------------------------------
 
     @property
     def sites(self) -> list[Site]:
         """The sites that are edited, looked at or recorded."""
-        return list(self._targets)
+        return list(self._taps.targets)
+
+    def handed_out(self, what: str) -> Session:
+        """From here on it is the user's: if it is dropped without ever being opened, that is said."""
+        self._given_as = what
+        return self
 
     def open(self, running: bool = False) -> Session:
         """Attach the hooks, until ``close``.
@@ -240,44 +171,47 @@ class Session:
         if self._stops:
             raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
         if running:
-            # PyTorch goes through the hooks that were there when the call began.
-            root = self.index.modules[""]
-            self._taps.pop((id(root), InputTap))
-            self._open()
-            if self._listener is not None:
-                self._listener.enter(root)
-            return self
-        return self._open()
+            self._taps.forget_root_input()
+        self._open()
+        if running and self._taps.listener is not None:
+            self._taps.listener.enter(self.index.modules[""])
+        return self
 
     def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
-        attachment = Attachment()
+        self._taps.complete()
+        attachment, taps = Attachment(), self._taps
+        # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
         self._removal = weakref.finalize(self, attachment.remove)
         try:
+            for keep in self._keeps:
+                attachment.defer(keep.release)
             attachment.defer(hooks.eager_stance.hold())
-            attachment.defer(self.handles.remove)
+            attachment.defer(taps.handles.remove)
+            attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
-            if self._listener is not None:
-                attachment.defer(self._listener.close)
-                enter, leave = self._listener.boundaries()
+            if taps.listener is not None:
+                attachment.defer(taps.listener.close)
+                enter, leave = taps.listener.boundaries()
                 for module in self.index.distinct.values():
                     attachment.attach(enter, module)
                     attachment.attach(leave, module)
-            for module, tap in self._taps.values():
+            for module, tap in taps:
                 attachment.attach(tap, module)
-            for target, grad_tap in self._parameters:
+            for target, grad_tap in taps.parameters:
                 attachment.defer(grad_tap.follow(live_tensor(target)).remove)
         except BaseException:
             self._removal()
             raise
         self._depths = functional.depths()
-        if self._tap_scope is not None:
+        if self._own_threads_only:
             self.scope.enter()
         return self
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
+        self._given_as = ""  # whoever closes it knows of it
         self._close(None)
 
     remove = close
@@ -295,6 +229,10 @@ class Session:
         self._close(None if stopped else error)
         return stopped
 
+    def __del__(self) -> None:
+        if getattr(self, "_given_as", "") and self._removal is None and not sys.is_finalizing():
+            never_opened(self._given_as)
+
     def _close(self, error: BaseException | None) -> None:
         if self._removal is None or not self._removal.alive:
             return
@@ -304,21 +242,20 @@ class Session:
         self._report(error)
         missing = self.recording.missing
         if missing and error is None and self._warn:
-            lines = [f"  {address or '(model)'!r}: {why}" for address, why in list(missing.items())[:10]]
+            lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
-            warnings.warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning, stacklevel=_callers())
+            warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        taps = {module_id: tap for (module_id, _), (_, tap) in self._taps.items()}
-        for site, (target, tap) in self._targets.items():
-            address = str(site)
-            source = tap.source if isinstance(tap, GradTap) and tap.source is not None else tap
+        by_module = self._taps.by_module()
+        for site, (target, tap) in self._taps.targets.items():
+            address, passing = str(site), self._taps.passing(site)
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
-            if source.recomputed:
-                self.recording.recomputed[address] = source.recomputed
+            if passing.recomputed:
+                self.recording.recomputed[address] = passing.recomputed
             if site in self._seen if site.call is not None else tap.ran:
                 continue
             if isinstance(error, Stop):
@@ -326,16 +263,28 @@ class Session:
             elif error is not None:
                 why = f"the block ended early with {type(error).__name__}."
             else:
-                why = never_ran.cause(target, tap, self.index, taps, self.scope, self._listener)
+                why = never_ran.cause(target, tap, passing, self.index, by_module, self.scope, self._taps.listener)
             self.recording.missing[address] = why
 
+    # -- not a recording ------------------------------------------------------------------------
 
-def _callers() -> int:
-    """The stack level, for a warning, of the first frame that is not this library's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "torchhook":
-        level, frame = level + 1, frame.f_back
-    return level
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise SessionError(self._not_a_recording(f"[{key!r}]"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(Recording, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise SessionError(self._not_a_recording(f".{name}"))
+
+    def _not_a_recording(self, asked: str) -> str:
+        if self._removal is None:
+            return (
+                f"this session was never opened, so there is no recording to read rec{asked} from. Write "
+                "'with th.capture(…) as rec:' and call the model inside the block, or open() it first."
+            )
+        return (
+            f"this is the session; its recording is session.recording{asked}, or rec of 'with th.capture(…) as rec:'."
+        )
 
 
 # What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
@@ -371,10 +320,6 @@ def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
             raise Stop(scope)
 
     return stop
-
-
-def _pass_tensor(tap: Tap, target: Target) -> None:
-    tap.take(live_tensor(target))
 
 
 def _outliving(index: Index, keep: Keep) -> Look:

@@ -1,23 +1,27 @@
-"""Taps: what passes one place is counted, edited and looked at.
+"""Taps: what passes a site is counted, edited, looked at, and aliased where its gradient is wanted.
 
-A ``Tap`` is the one hook of a module in one direction, or of one operation in it. It counts its calls and hands
-each passing value to its edits, which may change it, and then to its keeps, which only look.
+A ``Tap`` is the one hook of a module in one direction, or of one operation in it. Everything it does was decided
+before the model ran::
+
+    value ──▶ edits: value → value ──▶ looks: only look ──▶ aliases: the same, with a gradient of its own ──▶ value
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchhook._core.hooks import after_call, before_call
-from torchhook._core.recompute import Segments, graph_task
+from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
+from torchhook._torch import graph_task
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 
@@ -27,19 +31,43 @@ Edit = Callable[[Any, int], Any]
 Look = Callable[[Any, int], None]
 """Takes a passing value and the index of the call."""
 
+Alias = Callable[[Any, int, Any, bool], Any]
+"""Takes a passing value, the index of the call, what the value was made from and whether the call is recomputed, and
+returns the value to go on with."""
+
+
+class OwnWork(threading.local):
+    """Whether hooks of this library run in this thread: whoever listens to operations takes no notice of theirs."""
+
+    def __init__(self) -> None:
+        self.busy = False
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+
+own_work = OwnWork()
+listeners: list[Any] = []
+"""Those who listen to operations now, in any thread. While there are none, taps need not say that they are at work."""
+
 
 class Tap:
-    """What passes one place: counted, edited, looked at."""
+    """What passes one site: counted, edited, looked at."""
 
-    __slots__ = ("calls", "edits", "elsewhere", "grad", "keeps", "label", "ran", "recomputed", "scope", "segments")
+    __slots__ = ("aliases", "calls", "edits", "elsewhere", "label", "looks", "ran", "recomputed", "scope", "segments")
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
         self.scope = scope
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
         self.edits: list[Edit] = []
-        self.keeps: list[Look] = []
-        self.grad: GradientWatcher | None = None
+        self.looks: list[Look] = []
+        self.aliases: list[Alias] = []
         self.calls = count()
         self.ran = 0
         self.elsewhere = 0
@@ -70,27 +98,31 @@ class Tap:
 
     def take(self, value: Any, source: Any = ()) -> Any:
         """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
+        if not listeners:
+            return self._take(value, source)
+        with own_work():
+            return self._take(value, source)
+
+    def _take(self, value: Any, source: Any) -> Any:
         again = self.recomputing
         if again:
-            call = self.segments.call_again(self.ran)
             self.recomputed += 1
+            if not self.edits and not self.aliases:
+                return value  # looks have seen it before
+            call = self.segments.call_again(self.ran)
         else:
             call = next(self.calls)
             self.ran = call + 1
-            if self.edits or self.grad is not None:
+            if self.edits or self.aliases:
                 self.segments.note(call)
         for edit in self.edits:
             value = edit(value, call)
-        if not again:  # keeps have seen it before
-            for keep in self.keeps:
-                keep(value, call)
-        return value if self.grad is None else self.grad.watch(value, call, source, again)
-
-
-class GradientWatcher(Protocol):
-    """Waits for the gradient of a passing value, which it may replace by an alias."""
-
-    def watch(self, value: Any, call: int, source: Any, again: bool) -> Any: ...
+        if not again:
+            for look in self.looks:
+                look(value, call)
+        for alias in self.aliases:
+            value = alias(value, call, source, again)
+        return value
 
 
 class OutputTap(Tap):
@@ -105,18 +137,18 @@ class OutputTap(Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.scope is not None and self.scope not in active.get() and self.is_foreign():
             return None
-        if self._only_looks and graph_task() == -1:
+        if self._only_looks and not listeners and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
-            for keep in self.keeps:
-                keep(output, call)
+            for look in self.looks:
+                look(output, call)
             return None
         value = self.take(output, args)
         return None if value is output else value
 
     def attach(self, module: nn.Module) -> RemovableHandle:
-        self._only_looks = not self.edits and self.grad is None
+        self._only_looks = not self.edits and not self.aliases
         return after_call(module, self)
 
 
@@ -132,7 +164,8 @@ class CustomTap(OutputTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.is_foreign():
             return
-        value = self.function(module, args, output)
+        with own_work():
+            value = self.function(module, args, output)
         if value is not None:
             self.take(value)
 
@@ -201,8 +234,10 @@ class LeaveTap(EnterTap):
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What passes a module's entrance, given how it is called."""
     return args[0] if len(args) == 1 and not kwargs else Inputs(args, kwargs)
 
 
 def as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How to call a module with what passes its entrance."""
     return (value.args, value.kwargs) if isinstance(value, Inputs) else ((value,), {})

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-PORTS = ("output", "input", "grad", "grad_input")
+PORTS = ("output", "input", "grad", "grad_input", "grad_total")
 MODEL = "(model)"
 """How the model itself is called where its path, which is empty, would not be seen. It is read like that too."""
 

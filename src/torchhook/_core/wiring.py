@@ -1,0 +1,147 @@
+"""From targets to taps: which hook of which module a site is seen at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from torchhook._core.functional import Listener
+from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
+from torchhook._core.hooks import TensorHandles
+from torchhook._core.index import Index
+from torchhook._core.scope import Scope
+from torchhook._core.select import Target, live_tensor
+from torchhook._core.taps import CustomTap, InputTap, OutputTap, Tap
+from torchhook._recording.address import Site
+from torchhook.errors import SelectorError, SessionError
+
+_INWARD = ("input", "grad_input")
+
+
+class Taps:
+    """The taps of a session, made when a site first needs one: one for each module and direction, or operation."""
+
+    def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
+        self.targets: dict[Site, tuple[Target, Tap]] = {}
+        """Where each site that was asked for is seen."""
+        self.parameters: list[tuple[Target, GradTap]] = []
+        """Those whose gradients are wanted."""
+        self.listener: Listener | None = None
+        self.handles = TensorHandles()
+        self.aliases = Aliases()
+        self._index = index
+        self._scope = scope
+        self._seen_from = seen_from
+        self._by_module: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
+        self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
+        self.root = self._module_tap(InputTap, index.modules[""], "")
+        """Sees the model being called, whatever is asked for."""
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
+        return iter(self._by_module.values())
+
+    def by_module(self) -> dict[int, Tap]:
+        """A tap of each module that has one, by the module's id."""
+        return {module_id: tap for (module_id, _), (_, tap) in self._by_module.items()}
+
+    def passing(self, site: Site) -> Tap:
+        """The tap that the value itself passes in the forward pass, for a gradient too."""
+        found = self._gradients.get(site.every_call)
+        return self.targets[site][1] if found is None else found[1]
+
+    # -- making -------------------------------------------------------------------------------------
+
+    def of(self, target: Target) -> Tap:
+        """The tap of a target."""
+        if target.site not in self.targets:
+            self.targets[target.site] = (target, self._make(target))
+        return self.targets[target.site][1]
+
+    def custom(self, target: Target, tap: CustomTap) -> None:
+        """See a target by a tap of its own."""
+        self._by_module[id(target.module), CustomTap] = (target.module, tap)
+        self.targets[target.site] = (target, tap)
+
+    def forget_root_input(self) -> None:
+        """The model runs already: PyTorch goes through the hooks that were there when the call began."""
+        self._by_module.pop((id(self._index.modules[""]), InputTap))
+
+    def complete(self) -> None:
+        """Nothing more will be asked for."""
+        if self._gradients:
+            self._module_tap(OutputTap, self._index.modules[""], "").aliases.append(self.aliases.settle_after)
+
+    def listen(self, listener: Listener | None = None) -> Listener:
+        """See the functional operations inside the modules, with a listener of one's own or the session's."""
+        if self.listener is None or listener is not None:
+            if self._seen_from is None:
+                raise SessionError(
+                    "operations are seen in one thread only, the session's own: leave out threads='all'."
+                )
+            self.listener = Listener(self._scope) if listener is None else listener
+        return self.listener
+
+    def _make(self, target: Target) -> Tap:
+        if target.tensor is not None:
+            return self._tensor_tap(target)
+        return self._forward_tap(target) if target.site.port in ("output", "input") else self._gradient_tap(target)
+
+    def _forward_tap(self, target: Target) -> Tap:
+        """The tap that a value passes in the forward pass."""
+        inward = target.site.port in _INWARD
+        if target.site.op is None:
+            return self._module_tap(InputTap if inward else OutputTap, target.module, target.site.path)
+        listener = self.listen()
+        taps = listener.inputs if inward else listener.outputs
+        return taps.setdefault((id(target.module), target.site.op), Tap(target.site.path))
+
+    def _gradient_tap(self, target: Target) -> Tap:
+        site = target.site.every_call
+        if site not in self._gradients:
+            output, input_ = (
+                self._forward_tap(target._replace(site=site.but(port=port))) for port in ("output", "input")
+            )
+            tap = GradTap(site.path, self._scope)
+            self._wiring(site.port, tap).wire(output, input_)
+            self._gradients[site] = tap, input_ if site.port in _INWARD else output
+        return self._gradients[site][0]
+
+    def _wiring(self, port: str, tap: GradTap) -> Wiring:
+        if port == "grad_total":
+            return TotalGradient(tap, self.handles)
+        kind = InputGradient if port == "grad_input" else OutputGradient
+        return kind(tap, self.handles, self.aliases)
+
+    def _tensor_tap(self, target: Target) -> Tap:
+        """The tap of a parameter or buffer: its value when its module runs, or its gradient."""
+        site = target.site
+        if site.port == "output":
+            tap = Tap(site.path)
+            self._module_tap(InputTap, target.module, site.path).looks.append(
+                lambda value, call: _pass_tensor(tap, target)
+            )
+            return tap
+        if site.port != "grad":
+            raise SelectorError(f"{site.shown!r}: {site.path!r} is a parameter or buffer, without inputs.")
+        if target.tensor not in target.module._parameters:
+            raise SelectorError(f"{site.shown!r}: {site.path!r} is a buffer, which has no gradient.")
+        if is_lazy(live_tensor(target)):
+            raise SelectorError(f"{site.shown!r}: the parameter has no shape yet. Run the model once, then capture.")
+        grad_tap = GradTap(site.path, self._scope)
+        if live_tensor(target).requires_grad:
+            self.parameters.append((target, grad_tap))
+        return grad_tap
+
+    def _module_tap(self, kind: type[InputTap] | type[OutputTap], module: nn.Module, path: str) -> InputTap | OutputTap:
+        known = self._by_module.get((id(module), kind))
+        if known is None:
+            known = self._by_module[id(module), kind] = (module, kind(path, self._seen_from))
+        return known[1]
+
+
+def _pass_tensor(tap: Tap, target: Target) -> None:
+    tap.take(live_tensor(target))

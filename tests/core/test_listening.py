@@ -1,0 +1,305 @@
+"""The gradient of one tensor from here on: against the derivative of what becomes of it, worked out by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchhook as th
+from torchhook import edits
+from torchhook._core.gradients import Aliases, GradTap, OutputGradient
+from torchhook._core.hooks import TensorHandles
+from torchhook._core.scope import Scope
+from torchhook._core.taps import Tap
+
+
+def wired(scope: Scope, handles: TensorHandles | None = None) -> tuple[GradTap, Tap, list[Any]]:
+    """A gradient site: where gradients arrive, the tap that values pass, and what was seen."""
+    tap, output, kept = GradTap("here", scope), Tap("output"), []
+    OutputGradient(tap, handles or TensorHandles(), Aliases()).wire(output, Tap("input"))
+    tap.looks.append(lambda v, call: kept.append((call, v)))
+    return tap, output, kept
+
+
+def test_the_gradient_of_a_tensor_arrives_with_its_call() -> None:
+    _, output, kept = wired(Scope())
+    x = torch.ones(2, requires_grad=True)
+    first, second = x * 2, x * 3
+    first, second = output.take(first), output.take(second)
+    (first * 5 + second * 7).sum().backward()
+    assert sorted((call, grad.tolist()) for call, grad in kept) == [(0, [5.0, 5.0]), (1, [7.0, 7.0])]
+
+
+def test_the_gradient_is_the_one_before_a_write_in_place() -> None:
+    _, output, kept = wired(Scope())
+    x = torch.tensor([1.0, -1.0], requires_grad=True)
+    y = x * 1
+    output.take(y)
+    y.mul_(3).relu_()
+    y.sum().backward()
+    assert kept[0][1].tolist() == [3.0, 0.0]
+
+
+def test_an_edit_of_a_gradient_takes_its_place() -> None:
+    tap, output, kept = wired(Scope())
+    tap.edits.append(lambda grad, call: grad * 100)
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    output.take(y)
+    y.sum().backward()
+    assert kept[0][1].tolist() == [100.0, 100.0]
+    assert x.grad.tolist() == [200.0, 200.0]
+
+
+def test_the_gradients_of_a_nested_value_arrive_in_its_structure() -> None:
+    _, output, kept = wired(Scope())
+    x = torch.ones(2, requires_grad=True)
+    value = {"a": (x * 2, None), "b": torch.ones(1), "c": x * 3}
+    value = output.take(value)
+    (value["a"][0].sum() + value["c"].sum() * 4).backward()
+    assert len(kept) == 1
+    got = kept[0][1]
+    assert got["a"][0].tolist() == [1.0, 1.0]
+    assert got["a"][1] is None
+    assert got["b"] is None
+    assert got["c"].tolist() == [4.0, 4.0]
+
+
+def test_a_value_that_needs_no_gradient_is_counted() -> None:
+    tap, output, kept = wired(Scope())
+    output.take(torch.ones(2))
+    output.take(("text", None))
+    assert tap.lacked_gradient
+    assert kept == []
+
+
+def test_nothing_arrives_once_the_session_is_closed() -> None:
+    scope = Scope()
+    tap, output, kept = wired(scope)
+    tap.edits.append(lambda grad, call: grad * 100)
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    output.take(y)
+    output.take((y, x * 1))
+    scope.closed = True
+    y.sum().backward()
+    assert kept == []
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_graph_that_waits_for_a_gradient_is_freed_without_the_garbage_collector() -> None:
+    _, output, _ = wired(Scope())
+    x = torch.ones(2, requires_grad=True)
+    gc.disable()
+    try:
+        y = x * 2
+        output.take(y)
+        output.take({"a": y})
+        gone = weakref.ref(y)
+        del y
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_handles_remove_every_hook_and_forget_those_whose_graph_is_gone() -> None:
+    handles = TensorHandles()
+    _, output, kept = wired(Scope(), handles)
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2000):
+        output.take(x * 2)
+    assert len(handles._handles) < 1000
+    y = x * 2
+    output.take(y)
+    handles.remove()
+    y.sum().backward()
+    assert kept == []
+    assert handles._handles == []
+
+
+# -- what is read, and then overwritten -----------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """A layer whose output is a view of what autograd knows, for an input of three dims."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.then = nn.Linear(4, 3), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.head(x))
+
+
+def centred(z: Tensor) -> Tensor:
+    z -= z.mean(-1, keepdim=True)
+    return z
+
+
+def squashed(h: Tensor) -> Tensor:
+    p = h.mean(1, keepdim=True)
+    return F.relu(h, inplace=True) + p
+
+
+def twice(h: Tensor) -> Tensor:
+    h *= h.sigmoid()
+    h += h.tanh().flip(-1)
+    return h.exp_()
+
+
+def part(h: Tensor) -> Tensor:
+    s = h.sum()
+    h[..., 1:].mul_(2)
+    return h * s
+
+
+def transposed(h: Tensor) -> Tensor:
+    read = h.transpose(-1, -2).contiguous().sum(-1)
+    h.transpose(-1, -2).mul_(3)
+    return h + read.sum()
+
+
+THEN = [centred, squashed, twice, part, transposed]
+
+
+def moved(model: nn.Module, x: Tensor, weights: Tensor, site: str, h: float = 1e-6) -> Tensor:
+    """The derivative of the score by what passes a site, element by element, by central differences."""
+    with torch.no_grad(), th.capture(model, site) as rec:
+        model(x)
+    value = rec[site]
+    found = torch.zeros_like(value)
+    for i in range(value.numel()):
+        step = torch.zeros_like(value).view(-1)
+        step[i] = h
+        scores = []
+        for sign in (1, -1):
+            with torch.no_grad(), th.edit(model, {site: edits.add(sign * step.view_as(value))}):
+                scores.append((model(x) * weights).sum())
+        found.view(-1)[i] = (scores[0] - scores[1]) / (2 * h)
+    return found
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("shape", [(5, 4), (1, 2, 4), (2, 3, 4)])
+@pytest.mark.parametrize("port", ["grad", "grad_input"])
+def test_a_value_that_is_read_and_then_overwritten_has_the_gradient_of_both(
+    then: Callable[[Tensor], Tensor], shape: tuple[int, ...], port: str
+) -> None:
+    if then in (squashed, transposed) and len(shape) == 2:
+        shape = (1, *shape)
+    model = Head(then).double()
+    x, weights = torch.randn(shape, dtype=torch.float64), torch.randn(*shape[:-1], 3, dtype=torch.float64)
+    expected = moved(model, x, weights, "head" if port == "grad" else "head:input")
+    with th.capture(model, f"head:{port}") as rec:
+        (model(x.requires_grad_()) * weights).sum().backward()
+    torch.testing.assert_close(rec[f"head:{port}"], expected, rtol=1e-6, atol=1e-7)
+    if port == "grad":  # what reaches the bias is the same, summed
+        torch.testing.assert_close(rec["head:grad"].flatten(0, -2).sum(0), model.head.bias.grad)
+
+
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_an_edit_of_that_gradient_changes_all_of_it(then: Callable[[Tensor], Tensor], factor: float) -> None:
+    model = Head(then).double()
+    x, weights = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 3).double()
+    (model(x) * weights).sum().backward()
+    before = model.head.bias.grad.clone()
+    model.zero_grad()
+    with th.edit(model, {"head:grad": edits.scale(factor)}):
+        (model(x) * weights).sum().backward()
+    torch.testing.assert_close(model.head.bias.grad, before * factor)
+
+
+class Inside(nn.Module):
+    """Uses what it returns: in one of its outputs, for a loss of its own, or not at all."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        # Not trained: it would keep its input for that, which nobody may overwrite then.
+        self.kind, self.a, self.b = kind, nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        if self.kind == "loss":
+            self.aux = self.b(h).square().mean()
+            return h
+        return (self.b(h), h) if self.kind == "second" else (h, self.b(h))
+
+
+class Uses(nn.Module):
+    def __init__(self, kind: str, then: str) -> None:
+        super().__init__()
+        self.kind, self.then, self.inner = kind, then, Inside(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        h, other = (found, 1.0) if self.kind == "loss" else (found[1], found[0]) if self.kind == "second" else found
+        score = h.mean(0, keepdim=True) * 3
+        if self.then == "overwritten":
+            score = score + F.relu(h, inplace=True)
+        return score + other * 2 + self.inner.aux * 5
+
+
+@pytest.mark.parametrize("kind", ["first", "second", "loss"])
+@pytest.mark.parametrize("then", ["read", "overwritten"])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_the_gradient_of_an_output_leaves_out_what_its_module_did_with_it(
+    kind: str, then: str, shape: tuple[int, ...]
+) -> None:
+    model, x = Uses(kind, then).double(), torch.randn(shape).double()
+    leaf = {"first": "0", "second": "1", "loss": ""}[kind]
+
+    def score(bump: Tensor | float = 0.0) -> Tensor:
+        edit = edits.add(bump)
+        with th.edit(model, {"inner": edits.at(leaf, edit) if leaf else edit}):
+            return model(x).sum()
+
+    value = torch.zeros(shape, dtype=torch.float64)
+    expected = torch.zeros_like(value)
+    for i in range(value.numel()):
+        step = torch.zeros_like(value)
+        step.view(-1)[i] = 1e-6
+        with torch.no_grad():
+            expected.view(-1)[i] = (score(step) - score(-step)) / 2e-6
+    with th.capture(model, "inner:grad", "inner:grad_total") as rec:
+        model(x).sum().backward()
+    found, total = (rec[f"inner:{port}"] for port in ("grad", "grad_total"))
+    if leaf:
+        found, total = found[int(leaf)], total[int(leaf)]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    # The total is what reaches the layer that made it.
+    torch.testing.assert_close(total.flatten(0, -2).sum(0), model.inner.a.bias.grad)
+
+
+def test_what_others_have_read_before_is_no_part_of_a_gradient_through_a_module() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.relu, self.same = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.lin(x)
+            before = h.flip(-1) * torch.arange(4)
+            h = self.same(h)
+            middle = h.flip(-1) * torch.arange(4) * 5
+            h = self.relu(h)
+            return h * 2 + before + middle
+
+    model, x = Reads().double(), torch.randn(2, 3, 4).double()
+    relu = 2 * (model.lin(x).detach() > 0).double()
+    ramp = torch.arange(4).flip(-1).double().expand_as(relu)
+    with th.capture(model, "relu:grad_input", "same:grad", "same:grad_input", "lin:grad", "relu:grad") as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(rec["relu:grad"], torch.full_like(relu, 2))
+    torch.testing.assert_close(rec["relu:grad_input"], relu)
+    torch.testing.assert_close(rec["same:grad"], relu + 5 * ramp)
+    torch.testing.assert_close(rec["same:grad_input"], relu + 5 * ramp)
+    torch.testing.assert_close(rec["lin:grad"], relu + 6 * ramp)

@@ -1,0 +1,200 @@
+"""Taps one by one: what they count, pass on and leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.oracle import in_threads
+from torchhook._core.gradients import GradTap
+from torchhook._core.scope import Scope
+from torchhook._core.taps import CustomTap, EnterTap, InputTap, LeaveTap, OutputTap, Tap, as_arguments, as_value
+from torchhook._values.tree import Inputs
+
+
+@pytest.fixture
+def scope() -> Iterator[Scope]:
+    scope = Scope()
+    scope.enter()
+    yield scope
+    scope.leave()
+
+
+def test_a_tap_counts_then_edits_in_order_then_shows_the_result_to_its_looks() -> None:
+    tap = Tap("here")
+    seen: list[Any] = []
+    tap.edits += [lambda v, call: [*v, f"first {call}"], lambda v, call: [*v, "second"]]
+    tap.looks += [lambda v, call: seen.append((v, call)), lambda v, call: seen.append((v, call))]
+    assert tap.take([]) == ["first 0", "second"]
+    assert tap.take(["x"]) == ["x", "first 1", "second"]
+    assert seen == [(["first 0", "second"], 0)] * 2 + [(["x", "first 1", "second"], 1)] * 2
+    assert tap.ran == 2
+
+
+def test_a_tap_without_edits_returns_the_very_value() -> None:
+    value = object()
+    assert Tap("here").take(value) is value
+
+
+def test_an_output_tap_that_changes_nothing_tells_pytorch_nothing(scope: Scope) -> None:
+    tap = OutputTap("here", scope)
+    tap.looks.append(lambda v, call: None)
+    assert tap(nn.Identity(), (), "value") is None
+    tap.edits.append(lambda v, call: v)
+    assert tap(nn.Identity(), (), "value") is None
+    tap.edits.append(lambda v, call: v.upper())
+    assert tap(nn.Identity(), (), "value") == "VALUE"
+
+
+def test_an_output_can_be_none(scope: Scope) -> None:
+    tap, seen = OutputTap("here", scope), []
+    tap.looks.append(lambda v, call: seen.append(v))
+    assert tap(nn.Identity(), (), None) is None
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("kind", [OutputTap, InputTap])
+def test_a_call_from_outside_the_scope_is_only_counted(kind: Any) -> None:
+    tap = kind("here", Scope())
+    tap.edits.append(lambda v, call: pytest.fail("edited"))
+    tap.looks.append(lambda v, call: pytest.fail("kept"))
+    assert tap(nn.Identity(), (1,), {}) is None
+    assert (tap.ran, tap.elsewhere) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", [OutputTap, InputTap])
+def test_a_tap_without_a_scope_takes_every_call(kind: Any) -> None:
+    tap = kind("here", None)
+    in_threads(lambda: tap(nn.Identity(), (1,), {}))
+    assert (tap.ran, tap.elsewhere) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "value"),
+    [
+        ((1,), {}, 1),
+        ((), {}, Inputs((), {})),
+        ((1, 2), {}, Inputs((1, 2), {})),
+        ((1,), {"k": 2}, Inputs((1,), {"k": 2})),
+        ((), {"k": 2}, Inputs((), {"k": 2})),
+        (((1, 2),), {}, (1, 2)),
+        ((None,), {}, None),
+    ],
+)
+def test_one_positional_argument_passes_as_itself_and_all_else_as_inputs(args: Any, kwargs: Any, value: Any) -> None:
+    assert as_value(args, kwargs) == value
+    assert type(as_value(args, kwargs)) is type(value)
+    assert as_arguments(as_value(args, kwargs)) == (args, kwargs)
+
+
+def test_an_input_tap_gives_pytorch_the_arguments_to_go_on_with(scope: Scope) -> None:
+    tap = InputTap("here", scope)
+    assert tap(nn.Identity(), (1,), {}) is None
+    tap.edits.append(lambda v, call: v * 10 if isinstance(v, int) else Inputs((0,), v.kwargs))
+    assert tap(nn.Identity(), (1,), {}) == ((10,), {})
+    assert tap(nn.Identity(), (1, 2), {"k": 3}) == ((0,), {"k": 3})
+
+
+def test_attached_taps_see_and_change_a_real_module(scope: Scope) -> None:
+    module = nn.Identity()
+    before, after, seen = InputTap("in", scope), OutputTap("out", scope), []
+    before.edits.append(lambda v, call: v + 1)
+    after.edits.append(lambda v, call: v * 2)
+    before.looks.append(lambda v, call: seen.append(("in", v)))
+    after.looks.append(lambda v, call: seen.append(("out", v)))
+    handles = [before.attach(module), after.attach(module)]
+    assert module(3) == 8
+    assert seen == [("in", 4), ("out", 8)]
+    for handle in handles:
+        handle.remove()
+    assert module(3) == 3
+    assert not any(d for key, d in vars(module).items() if "hooks" in key and d)
+
+
+def test_a_custom_tap_passes_what_its_function_makes_of_the_call_and_never_changes_the_output(scope: Scope) -> None:
+    module, seen = nn.Identity(), []
+    tap = CustomTap("here", scope, lambda m, args, output: (m, args, output) if output else None)
+    tap.looks.append(lambda v, call: seen.append((v, call)))
+    handle = tap.attach(module)
+    assert [module(1), module(0), module(2)] == [1, 0, 2]
+    assert seen == [((module, (1,), 1), 0), ((module, (2,), 2), 1)]
+    handle.remove()
+
+
+def test_a_custom_tap_leaves_the_function_alone_outside_of_its_scope() -> None:
+    ran = []
+    tap = CustomTap("here", Scope(), lambda m, args, output: ran.append(1))
+    tap(nn.Identity(), (), 1)
+    assert ran == []
+    assert tap.elsewhere == 1
+
+
+def test_enter_and_leave_surround_the_module_also_when_it_raises() -> None:
+    order: list[Any] = []
+
+    class Fails(nn.Module):
+        def forward(self, fail: bool) -> None:
+            order.append("forward")
+            if fail:
+                raise ValueError("failed")
+
+    module = Fails()
+    module.register_forward_hook(lambda *_: order.append("user"))
+    handles = [
+        EnterTap(lambda m: order.append("enter")).attach(module),
+        LeaveTap(lambda m: order.append("leave")).attach(module),
+    ]
+    module(False)
+    assert order == ["enter", "forward", "leave", "user"]
+    order.clear()
+    with pytest.raises(ValueError, match="failed"):
+        module(True)
+    assert order == ["enter", "forward", "leave"]
+    for handle in handles:
+        handle.remove()
+    assert len(module._forward_hooks) == 1
+    assert not module._forward_hooks_always_called
+
+
+def test_a_copied_or_unpickled_tap_is_a_do_nothing_of_the_standard_library(scope: Scope) -> None:
+    taps = [Tap("t"), OutputTap("o", scope), InputTap("i", scope), CustomTap("c", scope, print), EnterTap(print)]
+    for tap in [*taps, LeaveTap(print), GradTap("g", scope)]:
+        for twin in (copy.deepcopy(tap), pickle.loads(pickle.dumps(tap))):
+            assert twin.__func__ is contextlib.nullcontext.__exit__
+            assert twin(nn.Identity(), (1,), {}) is None
+            assert twin(nn.Identity(), (1,)) is None
+
+
+# -- recomputation ----------------------------------------------------------------------------
+
+
+def test_a_call_inside_a_backward_pass_is_edited_again_and_not_kept_again() -> None:
+    tap, edited, kept = Tap("here"), [], []
+    tap.edits.append(lambda v, call: edited.append(call) or v)
+    tap.looks.append(lambda v, call: kept.append(call))
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        tap.take(x)
+    y = x * 2
+    y.register_hook(lambda grad: ([tap.take(x) for _ in range(3)], None)[1])
+    y.sum().backward()
+    assert edited == [0, 1, 2, 2, 1, 0]
+    assert kept == [0, 1, 2]
+    assert (tap.ran, tap.recomputed) == (3, 3)
+
+
+def test_a_first_call_inside_a_backward_pass_is_a_call_like_any_other() -> None:
+    tap, kept = Tap("here"), []
+    tap.looks.append(lambda v, call: kept.append(call))
+    x = torch.ones(2, requires_grad=True)
+    (y := x * 2).register_hook(lambda grad: (tap.take(x), None)[1])
+    y.sum().backward()
+    assert kept == [0]
+    assert tap.recomputed == 0
