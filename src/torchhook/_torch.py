@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import CodeType, FrameType
 from typing import Any, ClassVar, NoReturn
@@ -157,8 +157,7 @@ saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
 
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    (_no_queue if engine is None else engine.queue_callback)(function)
+    _find("_execution_engine.queue_callback", _no_queue, torch.autograd.Variable)(function)
 
 
 _no_queue = _missing("Variable._execution_engine", "to see the gradients of several tensors together")
@@ -197,24 +196,17 @@ class _NoPytree:
         """``torch.export`` will say that it cannot return such a class."""
 
 
-def _pytree() -> Any:
-    try:
-        from torch.utils import _pytree as registry
-    except ImportError:
-        return _NoPytree
-    return registry if hasattr(registry, "SUPPORTED_NODES") else _NoPytree
-
-
-def pytree_node(kind: type) -> Any:
-    """How torch's pytree opens and rebuilds a class, if it knows it: ``flatten_fn`` and ``unflatten_fn``."""
-    return _pytree().SUPPORTED_NODES.get(kind)
+_pytree = _find("utils._pytree", _NoPytree)
+_pytree = _pytree if hasattr(_pytree, "SUPPORTED_NODES") else _NoPytree
+pytree_nodes: Mapping[type, Any] = _pytree.SUPPORTED_NODES
+"""How torch's pytree opens and rebuilds the classes it knows: ``flatten_fn`` and ``unflatten_fn``."""
 
 
 def register_pytree_node(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], rebuild: Callable[[Any, Any], Any]
 ) -> None:
     """Let torch open a class of this library as it opens tuples; ``torch.export`` returns no others."""
-    _pytree().register_pytree_node(kind, flatten, rebuild, serialized_type_name=f"torchhook.{kind.__name__}")
+    _pytree.register_pytree_node(kind, flatten, rebuild, serialized_type_name=f"torchhook.{kind.__name__}")
 
 
 _quantized = "to read a quantized tensor back"

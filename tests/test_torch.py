@@ -1,0 +1,90 @@
+"""Torch's private names: each taken away in turn, in a process of its own. Then the answer is right, or one clear error.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.attention.bias
+from torch import nn
+
+from torchhook import _torch
+
+RIGHT = "right"
+NAMES = {  # the name, what needs it, and what is said where it cannot be done without
+    "torch._lazy_clone": ("captured", RIGHT),
+    "torch.Tensor._is_view": ("captured", RIGHT),
+    "torch.UntypedStorage._cdata": ("captured", RIGHT),
+    "torch._C._are_functorch_transforms_active": ("in_vmap", RIGHT),
+    "torch._C._functorch.peek_interpreter_stack": ("in_vmap", RIGHT),
+    "torch._C._functorch.is_functorch_wrapped_tensor": ("in_vmap", RIGHT),
+    "torch._C._functorch.maybe_get_level": ("in_vmap", RIGHT),
+    "torch._C._functorch.is_batchedtensor": ("in_vmap", "is_batchedtensor"),
+    "torch._C._functorch.maybe_get_bdim": ("in_vmap", "maybe_get_bdim"),
+    "torch._C._functorch.get_unwrapped": ("in_vmap", "get_unwrapped"),
+    "torch.Tensor._version": ("gradients", "Tensor._version"),
+    "torch.Tensor._base": ("gradients", "Tensor._base"),
+    "torch._C._autograd._get_sequence_nr": ("gradients", RIGHT),
+    "torch.autograd.Variable._execution_engine": ("nested_gradients", "Variable._execution_engine"),
+    "torch._C._current_graph_task_id": ("checkpointed", RIGHT),
+    "torch._C._autograd._top_saved_tensors_default_hooks": ("checkpointed", RIGHT),
+    "torch._C._current_autograd_node": ("guarded", RIGHT),
+    "torch.multiprocessing.reductions.StorageWeakRef": ("guarded", RIGHT),
+    "torch._C.DisableTorchFunction": ("guarded", RIGHT),
+    "torch.nn.attention.bias.CausalBias._materialize": ("attended", "CausalBias._materialize"),
+    "torch.utils._pytree.SUPPORTED_NODES": ("saved", RIGHT),
+    "torch._make_per_tensor_quantized_tensor": ("saved", "_make_per_tensor_quantized_tensor"),
+    "torch.nn.modules.batchnorm._BatchNorm": ("watched", RIGHT),
+    "torch.nn.modules.conv._ConvNd": ("watched", RIGHT),
+}
+
+
+def without(scenario: str, *names: str) -> str:
+    command = [sys.executable, str(Path(__file__).with_name("vanished.py")), scenario, *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_private_name_the_answer_is_right_or_one_clear_error(name: str) -> None:
+    scenario, expected = NAMES[name]
+    said = without(scenario, name)
+    assert said == RIGHT if expected == RIGHT else said.startswith("MissingTorchName") and expected in said, said
+
+
+@pytest.mark.slow
+def test_without_any_private_name_torchhook_imports_and_captures() -> None:
+    assert without("captured", *NAMES) == RIGHT
+
+
+@pytest.mark.slow
+def test_checkpoints_that_cannot_be_seen_into_are_refused() -> None:
+    assert "does not let TorchHook see which call it is" in without("not_understood")
+
+
+def test_checkpoints_are_seen_into_and_that_is_known() -> None:
+    assert _torch.understands_checkpoints()
+
+
+def test_a_name_on_the_list_is_there_today() -> None:
+    """A name that torch has dropped meanwhile is no longer tested by taking it away."""
+    for path in NAMES:
+        owner: object = torch
+        for part in path.split(".")[1:]:
+            owner = getattr(owner, part)
+
+
+def test_a_module_is_known_to_run() -> None:
+    class Counts(nn.Module):
+        def forward(self, deeper: int) -> int:
+            return self(deeper - 1) if deeper else _torch.times_running(self)
+
+    module = Counts()
+    assert [module(0), module(1), module(3)] == [1, 2, 4]
+    assert _torch.times_running(module) == 0
