@@ -35,6 +35,29 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+__all__ = [
+    "AmbiguousCallError",
+    "BrokenShardError",
+    "EditError",
+    "ExtractError",
+    "GuardError",
+    "GuardWarning",
+    "IncompleteStoreError",
+    "LayoutError",
+    "MissingExtraError",
+    "MissingRecordError",
+    "NeverOpenedWarning",
+    "NeverRanError",
+    "NeverRanWarning",
+    "NoAttentionError",
+    "RecordingFileError",
+    "SelectorError",
+    "SessionError",
+    "StoreMismatchError",
+    "TorchHookError",
+    "TrainingWarning",
+]
+
 
 class TorchHookError(Exception):
     """Base of every error that TorchHook raises."""
