@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 DEMO_READY := $(VENV)/ready-demo
+# Nothing, or what torch needs to survive where a processor advertises more than it can do.
+SAFELY = env $$($(BIN)/python tests/cpu_isa.py)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test quick check format bench docs clean
 
 demo: $(DEMO_READY) ## the main job on real weights and real photographs, offline
-	$(BIN)/python -m torchhook.demo
+	$(SAFELY) $(BIN)/python -m torchhook.demo
 
 test: $(READY) ## all tests
 	$(BIN)/python -m pytest -n auto
@@ -29,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY) ## speed, as ratios measured side by side
-	for name in capture watch sweep extract; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in capture watch sweep extract; do $(SAFELY) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 docs: $(READY) ## every example in the documentation runs
 	$(BIN)/python -m pytest tests/test_docs.py

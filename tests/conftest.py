@@ -1,20 +1,33 @@
-"""What every test needs: torchvision beside a CPU torch, one thread, and the same random numbers each time."""
+"""What every test needs: a torch that survives here, torchvision beside it, one thread, the same random numbers."""
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
+
+from tests import cpu_isa
+
+# Before torch is imported. The workers of pytest-xdist inherit what the first process found.
+SURVIVES_BY = {} if "PYTEST_XDIST_WORKER" in os.environ else cpu_isa.needed(os.environ)
+os.environ.update(SURVIVES_BY)
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 # No deadline: machines are noisy. The same examples in every run; `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile("torchhook", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1_000)
 settings.load_profile("torchhook")
+
+
+def pytest_report_header() -> list[str]:
+    """Say what was set: with it, torch computes otherwise than a user of this machine would see."""
+    return [f"torch dies by a signal here without {name}={value}" for name, value in SURVIVES_BY.items()]
 
 
 def _seed(number: int) -> None:

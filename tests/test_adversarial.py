@@ -18,6 +18,7 @@ import torchhook as th
 from tests.models import CASES, GRAD, INFERENCE, MODES, Case, Opaque, frozen, tensors_in, watch
 from tests.oracle import warned
 from torchhook.errors import NeverRanWarning
+from torchhook.types import Site
 
 BY_CLONE = {
     "GrowTheStorage",  # torch cannot write to a copy-on-write storage after it grew (internal assert in COW.cpp)
@@ -170,12 +171,12 @@ def test_captured_is_what_a_bare_hook_saw_and_the_model_never_notices(case: Case
     overwrite([output, given, list(model.parameters()), list(model.buffers())])
     for recording, port, oracle in ((rec_out, "output", outputs), (rec_in, "input", inputs)):
         for name, expected in oracle.items():
-            site = th.Site(name, port=port)
+            site = Site(name, port=port)
             assert [as_oracle(v) for v in (recording.all(site) if expected else [])] == expected, (name, port)
-        silent = {str(th.Site(name, port=port)) for name, expected in oracle.items() if not expected}
+        silent = {str(Site(name, port=port)) for name, expected in oracle.items() if not expected}
         scripted = {name for name, cause in recording.missing.items() if "TorchScript" in cause}
         assert set(recording.missing) - scripted == silent
-        assert scripted == {str(th.Site(name, port=port)) for name in SCRIPTED.get(case.name, ())}
+        assert scripted == {str(Site(name, port=port)) for name in SCRIPTED.get(case.name, ())}
     ours = [w for w in caught if issubclass(w.category, NeverRanWarning)]
     assert len(ours) == bool(rec_in.missing) + bool(rec_out.missing)
 
@@ -222,7 +223,7 @@ def test_live_values_are_true_and_on_the_graph(case: Case) -> None:
     assert captured.output == plain.output
     assert captured.gradients == plain.gradients
     for name, expected in outputs.items():
-        values = rec.all(th.Site(name)) if expected else []
+        values = rec.all(Site(name)) if expected else []
         assert [frozen(v) for v in values] == expected, name
         assert [[t.requires_grad for t in tensors_in(v)] for v in values] == on_graph.get(name, []), name
 

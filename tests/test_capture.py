@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.oracle import hooks_on
 from torchhook.errors import NeverRanWarning, SelectorError
+from torchhook.types import Site, Stopped
 
 
 class Net(nn.Module):
@@ -75,7 +76,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_every_value_is_what_a_cloning_hook_saw(net: Net, x: Tensor, grad_mode: Any, keep: str) -> None:
     with grad_mode():
         output, outputs, inputs = oracle(net, x)
-        with th.capture(net, nn.Module, th.Site("", port="input"), "**:input", keep=keep) as rec:
+        with th.capture(net, nn.Module, Site("", port="input"), "**:input", keep=keep) as rec:
             assert torch.equal(net(x), output)
     for name, _ in net.named_modules():
         assert equal(rec.all(name), outputs[name])
@@ -287,7 +288,7 @@ def test_run_takes_the_options_of_capture(net: Net, x: Tensor) -> None:
 
 def test_run_with_stop_has_a_stand_in_for_the_output(net: Net, x: Tensor) -> None:
     output, rec = th.run(net, x, capture=["conv1", "bn"], stop=True)
-    assert isinstance(output, th.Stopped)
+    assert isinstance(output, Stopped)
     assert output.at == "bn"
     assert repr(output) == "<no output: the forward pass stopped at 'bn'>"
     assert rec.keys() == ["conv1", "bn"]

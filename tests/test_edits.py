@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import torchhook as th
 from tests.models import Apply, small_gpt2
 from tests.oracle import BareHooks, assert_same, freeze, in_threads, snapshot
-from torchhook import Site, edits
+from torchhook import edits
 from torchhook._core.select import resolve
 from torchhook.errors import EditError, NeverRanWarning, SelectorError
+from torchhook.types import Session, Site
 
 
 class Pass(nn.Module):
@@ -948,7 +949,7 @@ def test_any_edits_at_any_sites_compose_as_plain_functions_do(steps: list[Any], 
             for (edit, _), site in steps:
                 stack.enter_context(th.edit(model, change(edit, site)))
         else:
-            session = th.Session(model)
+            session = Session(model)
             for (edit, _), site in steps:
                 for selector, one in change(edit, site).items():
                     for target in resolve(session.index, selector):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import sys
+from importlib import metadata
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torchhook
 from torchhook import errors
 from torchhook.errors import closest, require, suggestion
 
@@ -112,10 +117,81 @@ def test_suggestion_never_offers_the_empty_name_of_the_model_itself() -> None:
 
 
 def test_require_gives_the_module_or_says_how_to_get_it() -> None:
-    assert require("json", "plot").dumps([]) == "[]"
+    assert require("json", "viz").dumps([]) == "[]"
     with pytest.raises(errors.MissingExtraError) as caught:
-        require("no_such_package_at_all", "plot")
+        require("no_such_package_at_all", "viz")
     assert str(caught.value) == (
-        'no_such_package_at_all is needed for this and is not installed: pip install "torchhook[plot]"'
+        "no_such_package_at_all is needed for this and is not installed: pip install matplotlib pillow "
+        '(torchhook\'s extra "viz")'
     )
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+def normal(package: str) -> str:
+    return package.replace("_", "-")
+
+
+def extras() -> dict[str, set[str]]:
+    """The packages of each extra, as pyproject.toml has them: an extra may name others."""
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    listed = text.split("[project.optional-dependencies]")[1].split("\n[project.scripts]")[0]
+    lists = re.findall(r"^(\w+) = \[(.*?)\]$", listed, re.MULTILINE | re.DOTALL)
+    plain = {extra: re.findall(r'"([^"]+)"', body) for extra, body in lists}
+
+    def packages(extra: str) -> set[str]:
+        found: set[str] = set()
+        for line in plain[extra]:
+            others = re.fullmatch(r"torchhook\[([\w,]+)\]", line)
+            own = {normal(re.split("[<>=]", line)[0])}
+            found |= set().union(*map(packages, others[1].split(","))) if others else own
+        return found
+
+    return {extra: packages(extra) for extra in plain}
+
+
+def required() -> set[tuple[str, str]]:
+    """Every package and extra that the sources require by name."""
+    calls = [
+        node
+        for path in Path(torchhook.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require"
+    ]
+    pairs = [[a.value for a in call.args if isinstance(a, ast.Constant)] for call in calls]
+    return {(pair[0], pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def message(package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, package, None)
+        with pytest.raises(errors.MissingExtraError) as caught:
+            require(package, extra)
+    return str(caught.value)
+
+
+def test_every_extra_that_is_required_is_told_by_the_packages_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = required()
+    assert {("matplotlib", "viz"), ("jinja2", "report"), ("ray", "ray")} <= pairs
+    for package, extra in sorted(pairs):
+        told = re.search(r"pip install (.*) \(torchhook's extra \"(\w+)\"\)$", message(package, extra, monkeypatch))
+        assert told is not None
+        assert {normal(name.strip('"')) for name in told[1].split()} == extras()[extra]
+        assert told[2] == extra
+
+
+def test_without_an_installed_torchhook_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    for package, extra in sorted(required()):
+        told = re.search(r"pip install (\S+) \(torchhook's extra", message(package, extra, monkeypatch))
+        assert told is not None
+        # datasets brings pyarrow; Ray's own extra cannot be told from the name of its module
+        assert normal(told[1]) in {*extras()[extra], "pyarrow", "ray"}
+
+
+def test_nothing_tells_users_to_install_the_other_package_of_this_name() -> None:
+    root = Path(__file__).parent.parent
+    pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")]
+    assert [p.name for p in pages if re.search(r"pip install (-U )?\"?torchhook(?! @)", p.read_text())] == []

@@ -1,56 +1,25 @@
-"""The public face: what is exported, what importing costs, and the walls between the files."""
+"""The public face: which names there are, what they say of themselves, and what importing costs."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import json
+import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import torchhook
+from torchhook import errors, types
 
 ROOT = Path(torchhook.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-
-
-def relative(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Every module that a file imports, anywhere in it."""
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def users_of(pattern: str) -> set[str]:
-    """The files whose code, comments and docstrings aside, has the pattern in a name."""
-    found = set()
-    for path in FILES:
-        for node in ast.walk(TREES[path]):
-            names = []
-            if isinstance(node, ast.Attribute):
-                names = [node.attr]
-            elif isinstance(node, ast.Name):
-                names = [node.id]
-            elif isinstance(node, ast.alias):
-                names = [node.name]
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-                names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            if any(re.search(pattern, name) for name in names):
-                found.add(relative(path))
-    return found
+FRONT_DOOR = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8")).body
 
 
 # -- names -------------------------------------------------------------------------------------------
@@ -65,8 +34,7 @@ def test_all_is_sorted_without_repeats_and_every_name_is_there() -> None:
 
 def test_all_is_complete() -> None:
     """Whatever the front door imports by name is public; submodules show up there by themselves."""
-    statements = TREES[ROOT / "__init__.py"].body
-    imports = [node for node in statements if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in FRONT_DOOR if isinstance(node, ast.ImportFrom)]
     names = {alias.asname or alias.name for node in imports for alias in node.names}
     assert {n for n in names if not n.startswith("_")} <= set(torchhook.__all__)
     visible = {n for n, v in vars(torchhook).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
@@ -74,13 +42,14 @@ def test_all_is_complete() -> None:
 
 
 def test_the_front_door_holds_re_exports_and_nothing_else() -> None:
-    statements = TREES[ROOT / "__init__.py"].body
-    functions = [node.name for node in statements if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    functions = [node.name for node in FRONT_DOOR if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     assert set(functions) <= {"__getattr__", "__dir__"}
 
 
 def test_the_names_of_the_contract_are_there() -> None:
-    contract = {"capture", "run", "layers", "load", "Recording", "Session", "Site", "Inputs"}
+    verbs = {"capture", "edit", "run", "layers", "ops", "load", "guard", "watch", "diff", "sweep", "clip_gradients"}
+    more = {"extract", "open_features", "attention", "rollout", "cam", "report", "Inputs"}
+    modules = {"edits", "transforms", "errors", "types", "plot"}
     seeds = {
         "HookManager",
         "get_layer_candidates",
@@ -93,24 +62,54 @@ def test_the_names_of_the_contract_are_there() -> None:
         "count_parameters",
         "model_summary",
     }
-    assert contract | seeds <= set(torchhook.__all__)
+    assert verbs | more | modules | seeds | {"__version__"} <= set(torchhook.__all__)
 
 
-@pytest.mark.parametrize("name", [n for n in torchhook.__all__ if n != "__version__"])
-def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
-    value = getattr(torchhook, name)
-    doc = inspect.cleandoc(vars(value).get("__doc__") or "" if isinstance(value, type) else value.__doc__ or "")
-    first = doc.splitlines()[0] if doc else ""
-    assert first
-    assert first[0].isupper() or first[0] in "`("
-    assert re.search(r"[.:…]$", doc.split("\n\n")[0].strip()), f"{name}: the first sentence does not end"
+def test_dir_is_all_so_that_completion_shows_nothing_else() -> None:
+    assert dir(torchhook) == sorted(torchhook.__all__)
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_every_file_says_what_it_is_for(path: Path) -> None:
-    doc = ast.get_docstring(TREES[path])
-    assert doc
-    assert doc[0].isupper() or doc[0] == "`"
+def test_the_docstring_is_a_map_of_every_public_name() -> None:
+    words = set(re.findall(r"\w+", torchhook.__doc__ or ""))
+    assert set(torchhook.__all__) - words == {"__version__"}
+    assert 10 <= len((torchhook.__doc__ or "").splitlines()) <= 20
+
+
+def test_a_function_is_not_also_a_module() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("torchhook.extract")
+    others = [name for name in torchhook.__all__ if not isinstance(getattr(torchhook, name), ModuleType)]
+    assert [name for name in others if importlib.util.find_spec(f"torchhook.{name}")] == []
+
+
+def test_types_of_results_are_in_types_and_not_at_the_top() -> None:
+    results = {"Recording", "Record", "Session", "Site", "Stopped"}
+    assert results <= set(types.__all__)
+    assert [name for name in types.__all__ if hasattr(torchhook, name)] == []
+
+
+def test_errors_offers_its_classes_and_nothing_else() -> None:
+    found = inspect.getmembers(errors, inspect.isclass)
+    classes = {name for name, value in found if value.__module__ == errors.__name__}
+    assert list(errors.__all__) == sorted(classes)
+    assert all(issubclass(getattr(errors, name), (errors.TorchHookError, Warning)) for name in classes)
+
+
+@pytest.mark.xfail(strict=True, reason="4,963: four classes show all of nn.Module (539 without), Inputs of tuple (417)")
+def test_help_fits_a_few_screens() -> None:
+    """The goal: what ``help(torchhook)`` prints is about TorchHook, not about what its classes inherit."""
+    assert len(pydoc.plain(pydoc.render_doc(torchhook)).splitlines()) <= 400
+
+
+def test_every_public_name_has_a_docstring_of_its_own() -> None:
+    """It begins with a capital or a name in backticks, and its first sentence ends."""
+    wanting = []
+    for name in set(torchhook.__all__) - {"__version__"}:
+        value = getattr(torchhook, name)
+        doc = inspect.cleandoc((vars(value).get("__doc__") if isinstance(value, type) else value.__doc__) or "")
+        if not re.match(r"[A-Z`(]", doc) or not re.search(r"[.:…]$", doc.split("\n\n")[0].strip()):
+            wanting.append(name)
+    assert wanting == []
 
 
 def test_every_public_method_of_a_public_class_is_annotated() -> None:
@@ -132,6 +131,12 @@ def test_the_version_is_one_and_looks_like_one() -> None:
 
     assert re.fullmatch(r"\d+\.\d+\.\d+([abrc.]\S+)?", torchhook.__version__)
     assert version("torchhook") == torchhook.__version__
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "torchhook", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == torchhook.__version__
 
 
 def test_the_package_is_typed() -> None:
@@ -191,56 +196,3 @@ assert state() == before
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-# -- walls -----------------------------------------------------------------------------------------------------
-
-
-def test_only_hooks_registers_hooks() -> None:
-    calling = {
-        relative(path)
-        for path in FILES
-        for node in ast.walk(TREES[path])
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr.startswith("register_")
-        and node.func.attr != "register_pytree_node"
-    }
-    assert calling == {"_core/hooks.py"}
-
-
-def test_only_keep_knows_copy_on_write() -> None:
-    assert users_of(r"_lazy_clone|_is_cow|_data_address") == {"_core/keep.py"}
-
-
-def test_only_tree_knows_the_pytree() -> None:
-    using = {relative(path) for path in FILES if any("_pytree" in name for name in imported(path))}
-    assert using == {"_values/tree.py"}
-    assert users_of(r"pytree|tree_flatten|tree_map") == {"_values/tree.py"}
-
-
-def test_nothing_replaces_forward_or_wraps_torch() -> None:
-    for path in FILES:
-        for node in ast.walk(TREES[path]):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            for target in targets:
-                if isinstance(target, ast.Attribute):
-                    assert target.attr not in ("forward", "__call__"), f"{path}:{node.lineno}"
-                    assert ast.unparse(target.value).split(".")[0] != "torch", f"{path}:{node.lineno}"
-
-
-@pytest.mark.parametrize("package", ["transformers", "torchlens", "nnsight", "captum"])
-def test_the_library_never_imports(package: str) -> None:
-    assert [relative(p) for p in FILES if any(n.split(".")[0] == package for n in imported(p))] == []
-
-
-def test_matplotlib_is_imported_in_the_plotting_rooms_only() -> None:
-    using = {relative(p) for p in FILES if any(n.split(".")[0] == "matplotlib" for n in imported(p))}
-    assert all(re.search(r"plot|report|demo", name) for name in using)
-
-
-def test_no_file_is_read_by_pickle() -> None:
-    reading = [ROOT / name for name in ("_recording/records.py", "_recording/saving.py", "_recording/tensor_file.py")]
-    using = {relative(p) for p in reading for n in imported(p) if n.split(".")[0] in ("pickle", "dill", "shelve")}
-    assert using == set()
-    assert [relative(p) for p in reading if "torch.load" in ast.unparse(TREES[p])] == []

@@ -19,6 +19,7 @@ import torchhook as th
 from tests.oracle import BareHooks, Node, assert_same, copies, freeze, identities, process, silent, snapshot
 from tests.zoo import FUSED, MANY_LAYERS, WITHOUT_GRADIENT, ZOO, Case
 from torchhook.errors import NeverRanWarning
+from torchhook.types import Recording
 
 Context = Callable[[], AbstractContextManager[Any]]
 Watching = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -34,7 +35,7 @@ EVERYTHING = ("", "**", ":input", "**:input")
 
 
 @contextmanager
-def capturing(model: nn.Module, *selectors: str, **options: Any) -> Iterator[th.Recording]:
+def capturing(model: nn.Module, *selectors: str, **options: Any) -> Iterator[Recording]:
     """``th.capture``; what it warns of, modules that never ran, is looked at in ``rec.missing``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NeverRanWarning)
@@ -91,11 +92,11 @@ def addresses(case: Case) -> list[Any]:
     return [identities(case.model), [t.data_ptr() for t in tensors((case.args, case.kwargs))]]
 
 
-def outputs(recording: th.Recording) -> dict[str, list[Any]]:
+def outputs(recording: Recording) -> dict[str, list[Any]]:
     return {s.path: [freeze(v) for v in recording.all(s)] for s in recording.sites if s.port == "output"}
 
 
-def inputs(recording: th.Recording) -> dict[str, list[Any]]:
+def inputs(recording: Recording) -> dict[str, list[Any]]:
     """In the form in which a pre-hook gets them."""
     return {s.path: [_call(v) for v in recording.all(s)] for s in recording.sites if s.port == "input"}
 

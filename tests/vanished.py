@@ -167,8 +167,9 @@ def guarded() -> None:
 
 
 def attended() -> None:
-    import torchhook as th
     from torch.nn.attention.bias import causal_lower_right
+
+    import torchhook as th
 
     class Attends(nn.Module):
         def forward(self, q: Tensor) -> Tensor:

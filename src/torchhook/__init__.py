@@ -1,24 +1,42 @@
-"""See, keep and change everything that flows through a PyTorch model."""
+"""See, keep and change everything that flows through a PyTorch model.
 
-from torchhook import edits, errors, plot, transforms
+see what there is    layers, ops: modules and operations, with their addresses and shapes
+keep values          capture, run; load opens a recording that was saved
+change values        edit; clip_gradients; sweep patches one site after the other
+find what is wrong   guard: the first NaN; watch: statistics while training; diff: where two runs part
+explain an output    attention, rollout, cam; plot draws; report: all of it on one page
+whole data sets      extract writes features to disk; open_features reads them
+names of older code  HookManager, Hook, FeatureLayer, FeatureLayers, FeatureExtractor, VerboseExecution,
+                     get_layer_candidates, gradient_clipper, count_parameters, model_summary
+
+``edits`` and ``transforms`` are catalogues: what changes a value in the model, and what changes only what is kept.
+``errors`` has everything that is raised, ``types`` what annotations and ``isinstance`` need. ``Inputs`` holds
+positional and keyword arguments together, wherever a function takes ``inputs``.
+"""
+
+from torchhook import edits, errors, plot, transforms, types
 from torchhook._attention import attention, rollout
 from torchhook._cam.api import cam
-from torchhook._capture import Stopped, capture, edit, run
-from torchhook._classic.feature_layers import FeatureExtractor, FeatureLayer, FeatureLayers, get_layer_candidates
-from torchhook._classic.gradient_clipper import gradient_clipper
-from torchhook._classic.hook import Hook
-from torchhook._classic.hook_manager import HookManager
-from torchhook._classic.model_summary import count_parameters, model_summary
-from torchhook._classic.verbose_execution import VerboseExecution
+from torchhook._capture import capture, edit, run
+from torchhook._classic.api import (
+    FeatureExtractor,
+    FeatureLayer,
+    FeatureLayers,
+    Hook,
+    HookManager,
+    VerboseExecution,
+    count_parameters,
+    get_layer_candidates,
+    gradient_clipper,
+    model_summary,
+)
 from torchhook._clip import clip_gradients
-from torchhook._core.session import Session
 from torchhook._diff import diff
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
 from torchhook._guard.api import guard
 from torchhook._layers import layers, ops
-from torchhook._recording.address import Site
-from torchhook._recording.records import Recording, load
+from torchhook._recording.records import load
 from torchhook._report.api import report
 from torchhook._sweep import sweep
 from torchhook._values.tree import Inputs
@@ -32,10 +50,6 @@ __all__ = [
     "Hook",
     "HookManager",
     "Inputs",
-    "Recording",
-    "Session",
-    "Site",
-    "Stopped",
     "VerboseExecution",
     "__version__",
     "attention",
@@ -62,5 +76,10 @@ __all__ = [
     "run",
     "sweep",
     "transforms",
+    "types",
     "watch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

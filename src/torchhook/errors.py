@@ -27,11 +27,36 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
 import warnings
 from collections.abc import Iterable
+from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+__all__ = [
+    "AmbiguousCallError",
+    "BrokenShardError",
+    "EditError",
+    "ExtractError",
+    "GuardError",
+    "GuardWarning",
+    "IncompleteStoreError",
+    "LayoutError",
+    "MissingExtraError",
+    "MissingRecordError",
+    "NeverOpenedWarning",
+    "NeverRanError",
+    "NeverRanWarning",
+    "NoAttentionError",
+    "RecordingFileError",
+    "SelectorError",
+    "SessionError",
+    "StoreMismatchError",
+    "TorchHookError",
+    "TrainingWarning",
+]
 
 
 class TorchHookError(Exception):
@@ -183,9 +208,26 @@ def require(package: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
+        packages = " ".join(_packages_of(extra)) or _INSTALLED_AS.get(package.split(".")[0], package.split(".")[0])
         raise MissingExtraError(
-            f'{package} is needed for this and is not installed: pip install "torchhook[{extra}]"'
+            f'{package} is needed for this and is not installed: pip install {packages} (torchhook\'s extra "{extra}")'
         ) from error
+
+
+def _packages_of(extra: str) -> list[str]:
+    """The packages of an extra; empty where torchhook runs from its sources, without being installed."""
+    # The packages themselves, not ``torchhook[extra]``: the package index has another, older package of that name.
+    try:
+        lines = metadata.requires("torchhook") or []
+    except metadata.PackageNotFoundError:
+        return []
+    found = [re.match(rf"""([^ ;<>=!~]+).*;.*\bextra == ['"]{extra}['"]""", line) for line in lines]
+    # Some shells read brackets as a pattern.
+    return [f'"{match[1]}"' if "[" in match[1] else match[1] for match in found if match]
+
+
+# Where a package is imported by another name than it is installed by.
+_INSTALLED_AS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
 def note(error: BaseException, text: str) -> None:

@@ -236,9 +236,8 @@ def test_help_lists_every_command_and_version_is_one_line(torchhook: Command) ->
 
 
 def started(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from torchhook._cli.api import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-m", "torchhook", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},

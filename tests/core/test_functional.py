@@ -19,6 +19,7 @@ from tests.models import Apply, small_gpt2
 from tests.oracle import assert_same, freeze, hooks_on, in_threads, snapshot
 from torchhook import edits
 from torchhook.errors import NeverRanError, NeverRanWarning, SessionError
+from torchhook.types import Stopped
 
 
 @pytest.fixture(autouse=True)
@@ -680,7 +681,7 @@ def test_early_stop_at_an_operation() -> None:
 
     model = nn.Sequential(Apply(lambda x: (x + 1).relu()), Apply(late))
     output, rec = th.run(model, X, capture="0/add", stop=True)
-    assert isinstance(output, th.Stopped)
+    assert isinstance(output, Stopped)
     assert torch.equal(rec["0/add"], X + 1)
     assert not ran
 

@@ -25,6 +25,7 @@ from tests.models import Apply, small_gpt2, tensors_in
 from tests.oracle import assert_same, hooks_on, in_threads, snapshot
 from torchhook import edits
 from torchhook.errors import AmbiguousCallError, NeverRanError, NeverRanWarning, SelectorError, SessionError
+from torchhook.types import Recording
 
 # -- the oracle ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ def gradients_of(score: Tensor, held: dict[str, list[list[Tensor]]], **options: 
     }
 
 
-def assert_gradients(rec: th.Recording, expected: Gradients, port: str, error: float = 1e-6) -> int:
+def assert_gradients(rec: Recording, expected: Gradients, port: str, error: float = 1e-6) -> int:
     """Every gradient is there call by call, and no other; returns the number compared."""
     compared, wrong = 0, []
     for name, calls in expected.items():

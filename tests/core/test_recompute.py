@@ -19,6 +19,7 @@ from torchhook._core import recompute
 from torchhook._core.recompute import Segments
 from torchhook._recording.address import Site
 from torchhook._torch import graph_task, in_bare_segment
+from torchhook.types import Recording
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
 
@@ -125,7 +126,7 @@ def test_the_gradients_of_several_calls_in_a_segment_have_their_own_numbers(reen
     assert_gradients_of_calls(rec, model, times=3)
 
 
-def assert_gradients_of_calls(rec: th.Recording, model: Any, times: int) -> None:
+def assert_gradients_of_calls(rec: Recording, model: Any, times: int) -> None:
     """There is one gradient of each call, the right one: by hand, for a model that only calls its layer and a tanh."""
     held, x = [], X
     for _ in range(times):

@@ -27,6 +27,7 @@ import torchhook as th
 from tests.oracle import hooks_on, in_threads, stance, warned
 from torchhook._core.scope import Stop, active
 from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError, SessionError
+from torchhook.types import Stopped
 
 
 class Model(nn.Module):
@@ -215,7 +216,7 @@ def test_stop_survives_a_model_that_catches_exceptions(x: Tensor) -> None:
 
     model = Catching()
     output, rec = th.run(model, x, capture="a", stop=True)
-    assert isinstance(output, th.Stopped)
+    assert isinstance(output, Stopped)
     assert output.at == "a"
     assert torch.equal(rec["a"], model.expected(x))
 

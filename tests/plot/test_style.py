@@ -117,5 +117,5 @@ def test_matplotlib_is_not_loaded_before_the_first_picture() -> None:
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "torchhook\[viz\]"'):
+    with pytest.raises(MissingExtraError, match=r"pip install matplotlib pillow \(torchhook"):
         plot.histogram(torch.randn(10))

@@ -22,6 +22,7 @@ from torchhook.plot.values import (
     token_grid,
     values,
 )
+from torchhook.types import Recording
 
 
 def recorded(tensor: Tensor) -> Value:
@@ -144,7 +145,7 @@ def test_values_come_by_site_and_call() -> None:
     with pytest.raises(ValueError, match=r"which one\? There are 4 values"):
         one(recording)
     with pytest.raises(ValueError, match="empty"):
-        values(th.Recording())
+        values(Recording())
     with pytest.raises(TypeError, match="this is one value"):
         values(torch.ones(1), "a")
 

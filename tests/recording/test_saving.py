@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchhook._recording import saving, tensor_file
 from torchhook._recording.saving import Loaded, Opaque
 from torchhook._values import tree
+from torchhook._version import __version__
 from torchhook.errors import RecordingFileError
 
 same_folder = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -456,7 +457,8 @@ def test_a_newer_format_says_to_upgrade(tmp_path: Path) -> None:
     with pytest.raises(RecordingFileError) as caught:
         saving.load(path)
     assert str(caught.value) == (
-        f"{path} has format version 99; this torchhook reads up to {saving.VERSION}: pip install -U torchhook."
+        f"{path} has format version 99; this torchhook ({__version__}) reads up to {saving.VERSION}: "
+        "install a newer one from its repository."
     )
 
 

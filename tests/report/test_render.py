@@ -64,5 +64,5 @@ def test_a_missing_template_engine_is_one_sentence(monkeypatch: pytest.MonkeyPat
         raise ImportError(name)
 
     monkeypatch.setattr(errors.importlib, "import_module", absent)
-    with pytest.raises(errors.MissingExtraError, match=r'pip install "torchhook\[report\]"'):
+    with pytest.raises(errors.MissingExtraError, match=r"pip install jinja2 matplotlib pillow \(torchhook"):
         report(nn.Linear(2, 2), torch.ones(1, 2), tmp_path / "page.html")

@@ -73,7 +73,8 @@ def load(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
         version = int(metadata["version"])
         if version > VERSION:
             raise RecordingFileError(
-                f"{path} has format version {version}; this torchhook reads up to {VERSION}: pip install -U torchhook."
+                f"{path} has format version {version}; this torchhook ({__version__}) reads up to {VERSION}: "
+                "install a newer one from its repository."
             )
         document = json.loads(metadata["recording"])
         return [_decode(value, tensors) for value in document["values"]], document["about"]
