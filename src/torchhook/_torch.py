@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from torchhook.errors import TorchHookError
@@ -167,6 +168,29 @@ _no_queue = _missing("Variable._execution_engine", "to see the gradients of seve
 
 unheard: Callable[[], contextlib.AbstractContextManager[Any]] = _find("_C.DisableTorchFunction", contextlib.nullcontext)
 """No ``TorchFunctionMode`` hears what is done in this block; where that is gone, the mode has to ignore it itself."""
+
+
+def mode_is_on(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is on torch's stack, at any depth."""
+    return any(_mode_at(i) is mode for i in range(_modes_on()))
+
+
+def turn_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off torch's stack, wherever it is: others may have come after it."""
+    above = []
+    while mode_is_on(mode):
+        top = _pop_mode()
+        if top is not mode:
+            above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+_stack = "to listen to operations"
+_modes_on = _find("_C._len_torch_function_stack", _missing("_len_torch_function_stack", _stack))
+_mode_at = _find("_C._get_function_stack_at", _missing("_get_function_stack_at", _stack))
+_pop_mode = _find("_C._pop_torch_function_stack", _missing("_pop_torch_function_stack", _stack))
+_push_mode = _find("_C._push_on_torch_function_stack", _missing("_push_on_torch_function_stack", _stack))
 
 
 def attention_weights(arguments: Iterable[Any]) -> Tensor:
