@@ -19,10 +19,10 @@ from torchhook._features.verify import verify
 from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
 
 
-def do(out, model=None, data=None, layers=("first", "second"), **options) -> Features:
+def do(out, model=None, data=None, sites=("first", "second"), **options) -> Features:
     options = {"batch_size": 16, "rows_per_shard": 32, "progress": False, **options}
     found = extract(
-        jobs.Net() if model is None else model, jobs.data(100) if data is None else data, list(layers), out, **options
+        jobs.Net() if model is None else model, jobs.data(100) if data is None else data, list(sites), out, **options
     )
     assert isinstance(found, Features)
     return found
@@ -102,7 +102,7 @@ def test_the_model_and_the_process_are_as_before(tmp_path):
 
 def test_features_are_those_of_evaluation_mode(tmp_path):
     model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5)).train()
-    features = do(tmp_path, model, layers=["1"])
+    features = do(tmp_path, model, sites=["1"])
     with torch.no_grad():
         assert torch.allclose(features["1"][:], model[0](jobs.data(100).tensors[0]), atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_begin_again_replaces_a_store(tmp_path):
     ("changes", "text"),
     [
         ({"model": jobs.Net(seed=3)}, "model: the store has Net 6 tensors [0-9a-f]+, this run Net 6 tensors"),
-        ({"layers": ["first"]}, "layers: the store has first, second, this run first"),
+        ({"sites": ["first"]}, "sites: the store has first, second, this run first"),
         (
             {"transform": transforms.cast(torch.float32)},
             r"transform: the store has None, this run cast\(torch.float32\)",
@@ -175,10 +175,10 @@ def test_a_model_trained_further_by_one_number_is_another_model(tmp_path):
 def test_shards_are_as_large_as_asked_for(tmp_path):
     row = (16 + 12) * 4
     features = do(tmp_path / "a", rows_per_shard=None, shard_bytes=row * 50)
-    assert features.plan.rows_per_shard == 48  # whole batches of 16
-    assert do(tmp_path / "b", rows_per_shard=None).plan.shards == 1
+    assert features.manifest.rows_per_shard == 48  # whole batches of 16
+    assert do(tmp_path / "b", rows_per_shard=None).manifest.shards == 1
     again = do(tmp_path / "a", rows_per_shard=None)
-    assert again.plan.rows_per_shard == 48
+    assert again.manifest.rows_per_shard == 48
     assert do(tmp_path / "c", rows_per_shard=10)["first"].shape == (100, 16)
 
 
@@ -210,14 +210,14 @@ def test_transforms_and_casts_run_in_the_hook(tmp_path, truth):
 
 
 def test_several_tensors_of_one_layer_are_several_columns(tmp_path, truth):
-    features = do(tmp_path, layers=["first"], transform=transforms.topk(3))
+    features = do(tmp_path, sites=["first"], transform=transforms.topk(3))
     assert features.keys() == ["first[values]", "first[indices]"]
     assert torch.equal(features["first[values]"][:], truth["first"].topk(3).values)
     assert torch.equal(features["first[indices]"][:], truth["first"].topk(3).indices)
 
 
 def test_inputs_of_layers_can_be_stored(tmp_path):
-    assert torch.equal(do(tmp_path, layers=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
+    assert torch.equal(do(tmp_path, sites=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
 
 
 def test_autocast_is_part_of_the_run(tmp_path):
@@ -230,8 +230,8 @@ def test_autocast_is_part_of_the_run(tmp_path):
 
 def test_a_module_that_runs_twice_must_be_asked_for_by_call(tmp_path):
     with pytest.raises(ExtractError, match=r"'relu' runs 2 times in one forward pass.*'relu#0' to 'relu#1'"):
-        do(tmp_path, layers=["relu"])
-    features = do(tmp_path, layers=["relu#1", "relu#0"])
+        do(tmp_path, sites=["relu"])
+    features = do(tmp_path, sites=["relu#1", "relu#0"])
     seen = []
     model = jobs.Net().eval()
     model.relu.register_forward_hook(lambda m, a, out: seen.append(out.clone()))
@@ -244,20 +244,20 @@ def test_a_module_that_runs_twice_must_be_asked_for_by_call(tmp_path):
 
 def test_a_wrong_name_and_a_layer_that_never_runs_are_errors(tmp_path):
     with pytest.raises(SelectorError, match="Closest: 'first'"):
-        do(tmp_path, layers=["frist"])
+        do(tmp_path, sites=["frist"])
     model = jobs.Net()
     model.spare = nn.Linear(2, 2)
     with pytest.raises(ExtractError, match="'spare' did not run"):
-        do(tmp_path, model, layers=["spare"])
+        do(tmp_path, model, sites=["spare"])
     with pytest.raises(ExtractError, match="parameter"):
-        do(tmp_path, layers=["first.weight"])
+        do(tmp_path, sites=["first.weight"])
     with pytest.raises(ExtractError, match=r"transform\['third'\].*'first', 'second'"):
         do(tmp_path, transform={"third": transforms.pool()})
     assert not (tmp_path / "store.json").exists()
 
 
 def test_the_model_itself_is_a_layer_too(tmp_path):
-    features = do(tmp_path, layers=[lambda name, module: name == ""])
+    features = do(tmp_path, sites=[lambda name, module: name == ""])
     with torch.no_grad():
         assert torch.allclose(features[""][:], jobs.Net()(jobs.data(100).tensors[0]), atol=1e-4)
     assert features.keys() == [""]
@@ -265,7 +265,7 @@ def test_the_model_itself_is_a_layer_too(tmp_path):
 
 def test_a_value_without_rows_is_refused(tmp_path):
     with pytest.raises(ExtractError, match="'first': 1 rows for a batch of 16"):
-        do(tmp_path, layers=["first"], transform=lambda value: value.mean(0, keepdim=True))
+        do(tmp_path, sites=["first"], transform=lambda value: value.mean(0, keepdim=True))
 
 
 # -- variable lengths -------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_lengths_and_rows_are_two_other_ways_to_say_it(tmp_path):
     loader = DataLoader(rows, batch_size=4, collate_fn=right)
     features = do(tmp_path / "a", model, loader, ["embed"], lengths=lambda b: b["n"], rows_per_shard=8, batch_size=None)
     assert all(torch.equal(features["embed"][i], model.embed(row).detach()) for i, row in enumerate(rows))
-    features = do(tmp_path / "b", jobs.Net(), layers=["first"], transform=inside)
+    features = do(tmp_path / "b", jobs.Net(), sites=["first"], transform=inside)
     assert [len(row) for row in features["first"]][:18] == [*([0, 1, 2] * 5), 0, 0, 1]
     assert verify(tmp_path / "b").ok
 

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from tests.models import Merges
-from torchhook._extract import api, eval_mode
+from torchhook._core import calling
+from torchhook._extract import eval_mode
 from torchhook._extract import progress as progress_module
 from torchhook._extract.api import extract
-from torchhook._extract.eval_mode import at_rest
+from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fingerprint import of_function, of_model
 from torchhook._features import direct_io as disk_module
+from torchhook._features import storage
 from torchhook._features.api import open_features
 from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
 
@@ -51,18 +53,18 @@ def test_a_call_that_fails_before_it_writes_leaves_the_old_store(tmp_path, monke
     there = files(tmp_path)
     again = functools.partial(E, lin(), out=tmp_path / "o", resume=False)
     calls = [
-        (SelectorError, lambda: again(data=X, layers="typo")),
-        (RuntimeError, lambda: again(data=torch.ones(3, 7), layers="0")),
-        (ExtractError, lambda: again(data=X[:0], layers="0")),
-        (ValueError, lambda: again(data=X, layers="0", engine_options={"actors": 2})),
-        (ExtractError, lambda: again(data=X, layers="0", engine="torchrun")),
-        (TypeError, lambda: again(data=3, layers="0")),
+        (SelectorError, lambda: again(data=X, sites="typo")),
+        (RuntimeError, lambda: again(data=torch.ones(3, 7), sites="0")),
+        (ExtractError, lambda: again(data=X[:0], sites="0")),
+        (ValueError, lambda: again(data=X, sites="0", engine_options={"actors": 2})),
+        (ExtractError, lambda: again(data=X, sites="0", engine="torchrun")),
+        (TypeError, lambda: again(data=3, sites="0")),
     ]
     for error, call in calls:
         with pytest.raises(error):
             call()
         assert files(tmp_path) == there
-    again(data=X, layers="0", dry_run=True)
+    again(data=X, sites="0", dry_run=True)
     assert files(tmp_path) == there
 
 
@@ -71,7 +73,7 @@ def test_a_store_to_be_replaced_counts_as_free_and_its_shards_as_to_do(tmp_path,
     there = files(tmp_path)
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True).todo == 0
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True, resume=False).todo == 4
-    monkeypatch.setattr(api.storage.Folder, "free", lambda self: 100)
+    monkeypatch.setattr(storage.Folder, "free", lambda self: 100)
     big = torch.randn(10_000, 3)
     with pytest.raises(ExtractError, match="still to be written"):
         E(lin(), big, "0", tmp_path, resume=False)
@@ -90,13 +92,13 @@ def test_two_threads_may_extract_from_one_model_that_trains(tmp_path):
     modes, errors = [], []
 
     def short():
-        with at_rest(model, None):
+        with evaluating_on(model, None):
             inside.wait()
         first_done.set()
 
     def long():
         try:
-            with at_rest(model, None):
+            with evaluating_on(model, None):
                 inside.wait()
                 first_done.wait()
                 modes.append(model.training or model[0].training)
@@ -114,7 +116,7 @@ def test_two_threads_may_extract_from_one_model_that_trains(tmp_path):
     assert modes == [False, False]
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
     assert not eval_mode._models
-    assert not eval_mode._modules
+    assert not calling._modes
 
 
 def test_threads_that_extract_at_the_same_time_get_their_own_rows(tmp_path):
@@ -135,12 +137,12 @@ def test_threads_that_extract_at_the_same_time_get_their_own_rows(tmp_path):
 
 def test_a_model_in_use_stays_where_it_is_and_is_let_go(tmp_path):
     model = lin()
-    with at_rest(model, "meta") as device:
+    with evaluating_on(model, "meta") as device:
         assert device.type == "meta"
-        with at_rest(model, None) as second:
+        with evaluating_on(model, None) as second:
             assert second.type == "meta"
         with pytest.raises(ExtractError, match="another thread extracts from this model on meta"):
-            with at_rest(model, "cpu"):
+            with evaluating_on(model, "cpu"):
                 pass
         assert model[0].weight.is_meta
         proxy = weakref.proxy(model)
@@ -152,11 +154,11 @@ def test_a_model_in_use_stays_where_it_is_and_is_let_go(tmp_path):
     assert gone() is None
     broken = lin()
     broken.to = lambda device: 1 / (device.type == "cpu")
-    with pytest.raises(ZeroDivisionError), at_rest(broken, "meta"):
+    with pytest.raises(ZeroDivisionError), evaluating_on(broken, "meta"):
         pass
     assert broken.training
     assert not eval_mode._models
-    assert not eval_mode._modules
+    assert not calling._modes
 
 
 # -- other models, other functions ------------------------------------------------------------------------
@@ -268,7 +270,7 @@ def test_a_complete_store_is_not_written_to(tmp_path, monkeypatch, stream):
         raise OSError(errno.EROFS, "Read-only file system")
         yield
 
-    monkeypatch.setattr(api.storage.Folder, "_written", refuse)
+    monkeypatch.setattr(storage.Folder, "_written", refuse)
     assert torch.equal(call()["0"][:], X)
 
 

@@ -94,8 +94,8 @@ def test_a_model_on_the_cpu_visits_the_device_and_comes_back() -> None:
     model, x = Nasty(256, 6).eval(), torch.randn(256, 256)
     known = of_model(model)
     with tempfile.TemporaryDirectory() as folder:
-        extract(model, x, NAMES, folder, device="cuda", batch_size=64, progress=False)
+        extract(model, x, NAMES, folder, run_on="cuda", batch_size=64, progress=False)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         features = open_features(folder)
         assert torch.allclose(features["layers.0"][:], model.layers[0](x), atol=1e-2)
-        assert of_model(model) == known == of_model(Nasty.cuda(model)) == features.plan.model
+        assert of_model(model) == known == of_model(Nasty.cuda(model)) == features.manifest.model

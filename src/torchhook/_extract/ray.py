@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchhook._extract import engines
 from torchhook._extract.progress import Progress
 from torchhook._extract.task import Task
 from torchhook._extract.writer import Done
@@ -63,9 +62,9 @@ def on_ray(
     """
     ray = require("ray", "ray")
     data = require("ray.data", "ray")
-    todo = engines.missing(task.place, task.plan)
+    todo = task.store.missing(task.manifest)
     if not todo:
-        return task.plan.rows
+        return task.manifest.rows
     if not ray.is_initialized():
         ray.init()
     there = ray.cluster_resources()
@@ -96,7 +95,7 @@ def on_ray(
             shard, rows, nbytes, ours, skipped = json.loads(row["done"])
             progress.rows(rows)
             progress.shard(Done(shard, rows, nbytes, ours, {int(number): why for number, why in skipped.items()}))
-    return task.plan.rows
+    return task.manifest.rows
 
 
 def _share_of(cpus: float, actors: int, num_cpus: float | None) -> float:

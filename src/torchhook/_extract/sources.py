@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from torchhook._extract.batches import Batch, Cuts, Tolerant, TolerantCollate, copied, split, why
+from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
+from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import rows_in
 from torchhook.errors import ExtractError
 
@@ -52,16 +53,16 @@ class Indexed:
         if first is not None and spans and spans[0][0] == first.start and first.start + first.span <= spans[0][1]:
             yield first
             spans[0] = (first.start + first.span, spans[0][1])
-        plan = Cuts(spans, self.batch_size, self.order, self.ends)
+        sampler = SpanSampler(spans, self.batch_size, self.order, self.ends)
         loader: Any = DataLoader(
             cast(Any, Tolerant(self.dataset) if self.tolerant else self.dataset),
-            batch_sampler=plan,
+            batch_sampler=sampler,
             collate_fn=TolerantCollate(self.collate) if self.tolerant else self.collate,
             generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
             **self.options,
         )
-        if len(plan):
-            for (start, stop), value in zip(plan.cuts(), loader, strict=True):
+        if len(sampler):
+            for (start, stop), value in zip(sampler.cuts(), loader, strict=True):
                 yield self._batch(start, stop, value)
 
     def _batch(self, start: int, stop: int, value: Any) -> Batch:
@@ -154,6 +155,21 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
         f"data is a {type(data).__name__}; expected a data set, a DataLoader, an iterable of batches, "
         "a tensor of rows, or the path of a folder of images."
     )
+
+
+def own_ids(source: Source) -> Any:
+    """Ids that a data set brings along: its own, or the paths of an image folder in torchvision's manner."""
+    if isinstance(source, Stream):
+        return None
+    dataset = source.dataset
+    samples = getattr(dataset, "samples", None)
+    if isinstance(dataset, ImageFolder):
+        ids = dataset.ids
+    elif isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
+        ids = [sample[0] for sample in samples]
+    else:
+        return None
+    return [ids[row] for row in source.order] if len(ids) == len(dataset) else None
 
 
 def _is_map(data: Any) -> bool:
