@@ -148,6 +148,16 @@ def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path,
     assert len(again.err.strip().splitlines()) == 1
 
 
+def test_extract_and_export_choose_sites(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    out = tmp_path / "features"
+    line = ("extract", SMALL, "--data", rows, "-o", out, "--no-progress")
+    assert torchhook(*line, "--sites", "3", "--sites", "(model)").code == 0
+    assert open_features(out).keys() == ["3", ""]
+    assert torchhook(*line, "--layers", "3").code == 2
+    torchhook("features", "export", out, "-o", tmp_path / "npy", "--sites", "(model)")
+    assert [path.name for path in (tmp_path / "npy").iterdir()] == ["model.npy"]
+
+
 def test_features_are_described_checked_and_exported(torchhook: Command, tmp_path: Path, rows: Path) -> None:
     out = tmp_path / "features"
     assert torchhook("extract", SMALL, "--data", rows, "-s", "3", "-o", out, "--json").code == 0

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
+import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,6 +102,72 @@ def test_the_model_and_the_process_are_as_before(tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Restless(nn.Module):
+    """Draws random numbers and counts its calls, in whatever mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=0.9)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("newest", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        made = nn.functional.dropout(self.linear(x), 0.5, training=True)
+        self.newest = made[0]
+        return self.norm(made)
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Augments with every generator there is."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, row):
+        return torch.rand(8) + random.random() + np.random.rand()
+
+
+def test_random_numbers_buffers_and_gradients_are_as_before(tmp_path):
+    model = Restless().train()
+    model.linear(torch.ones(1, 8)).sum().backward()
+    gradients = [(p.grad, None if p.grad is None else p.grad.clone(), p.requires_grad) for p in model.parameters()]
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    numbers = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    shuffled = DataLoader(Endless(torch.randn(40, 8, generator=torch.Generator().manual_seed(0))), batch_size=16)
+    for name, data in {"rows": Drawing(), "stream": shuffled}.items():
+        do(tmp_path / name, model, data, ["norm"])
+        extract(model, data, "norm", tmp_path / "dry", dry_run=True)
+        with pytest.raises(KeyError):
+            do(tmp_path / f"{name} fails", model, data, ["norm"], transform=lambda value: {}["x"])
+        assert torch.equal(torch.get_rng_state(), numbers[0])
+        assert random.getstate() == numbers[1]
+        assert str(np.random.get_state()) == numbers[2]
+        assert all(buffer is buffers[name][0] for name, buffer in model.named_buffers())
+        assert all(torch.equal(buffer, buffers[name][1]) for name, buffer in model.named_buffers())
+    for parameter, (gradient, value, learns) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert parameter.requires_grad == learns
+        assert value is None or torch.equal(gradient, value)
+
+
+def test_another_thread_does_not_turn_back_the_main_threads_random_numbers(tmp_path):
+    before = torch.get_rng_state()
+    drawn = []
+
+    def transform(value):
+        drawn.append(torch.rand(()))  # as a main thread that trains would meanwhile
+        return value
+
+    thread = threading.Thread(target=do, args=(tmp_path,), kwargs={"transform": transform})
+    thread.start()
+    thread.join()
+    assert drawn
+    assert not torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(before)
 
 
 def test_features_are_those_of_evaluation_mode(tmp_path):
@@ -216,6 +286,35 @@ def test_several_tensors_of_one_layer_are_several_columns(tmp_path, truth):
     assert torch.equal(features["first[indices]"][:], truth["first"].topk(3).indices)
 
 
+def test_a_transform_may_be_keyed_by_any_selector(tmp_path, truth):
+    narrow, wide = transforms.slice(0, 2), transforms.slice(0, 5)
+    net = jobs.Net()
+    ways = [
+        {"*": narrow, "second": wide},
+        {nn.Linear: narrow, "second": wide},
+        {"s*": wide, "fi*": narrow},
+        {net.first: narrow, "second": wide},
+        {re.compile("fir"): narrow, (lambda name, module: name == "second"): wide},
+        {("first", "head"): narrow, "second": wide},
+    ]
+    for i, keys in enumerate(ways):
+        features = do(tmp_path / str(i), net, transform=keys)
+        assert torch.equal(features["first"][:], truth["first"][:, :2])
+        assert torch.equal(features["second"][:], truth["second"][:, :5])
+        assert features.manifest.transform == f"{{first: {narrow}, second: {wide}}}"
+    features = do(tmp_path / "none", net, transform={"*": narrow, "second": None})
+    assert torch.equal(features["second"][:], truth["second"])
+    calls = do(tmp_path / "calls", sites=["relu#0", "relu#1", "first:input"], transform={"relu": narrow})
+    assert [calls[site].shape[1] for site in calls] == [2, 2, 8]
+    with pytest.raises(ExtractError, match=r"'\*' and <class '.*Linear'> all mean 'first'"):
+        do(tmp_path / "two", transform={"*": narrow, nn.Linear: wide})
+    with pytest.raises(ExtractError, match=r"transform\['head'\]: no such site is extracted. There are: 'first'"):
+        do(tmp_path / "other", transform={"head": narrow})
+    for wrong in ("mean", {"first": "mean"}):
+        with pytest.raises(TypeError, match=r"transform.*: a transform is a function of the value, found str"):
+            do(tmp_path / "wrong", transform=wrong)
+
+
 def test_inputs_of_layers_can_be_stored(tmp_path):
     assert torch.equal(do(tmp_path, sites=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
 
@@ -256,11 +355,23 @@ def test_a_wrong_name_and_a_layer_that_never_runs_are_errors(tmp_path):
     assert not (tmp_path / "store.json").exists()
 
 
-def test_the_model_itself_is_a_layer_too(tmp_path):
-    features = do(tmp_path, sites=[lambda name, module: name == ""])
+def test_the_model_itself_is_a_site_too(tmp_path):
     with torch.no_grad():
-        assert torch.allclose(features[""][:], jobs.Net()(jobs.data(100).tensors[0]), atol=1e-4)
-    assert features.keys() == [""]
+        expected = jobs.Net()(jobs.data(100).tensors[0])
+    for i, sites in enumerate(([lambda name, module: name == ""], ["(model)"])):
+        features = do(tmp_path / str(i), sites=sites)
+        assert features.keys() == [""]
+        assert all(name in features for name in ("", "(model)"))
+        assert torch.allclose(features["(model)"][:], expected, atol=1e-4)
+        assert torch.equal(features[""][:], features["(model)"][:])
+        assert torch.equal(features.dataset("(model)", labels=False)[[3]], features[""][[3]])
+        assert "(model)  F32(4)" in str(features)
+    given = do(tmp_path / "in", sites=["(model):input"])
+    assert torch.equal(given["(model):input"][:], jobs.data(100).tensors[0])
+    top = do(tmp_path / "top", sites=["(model)"], transform={"(model)": transforms.topk(2)})
+    assert torch.equal(top["(model)[indices]"][:], top["[indices]"][:])
+    with pytest.raises(ExtractError, match=r"'\(model\)': 1 rows for a batch of 16"):
+        do(tmp_path / "rows", sites=["(model)"], transform=lambda value: value[:1])
 
 
 def test_a_value_without_rows_is_refused(tmp_path):
