@@ -111,8 +111,7 @@ class Job:
 def prepare(request: Request) -> Job:
     """Run the first batch, and decide the columns, the rows of a shard, and what is left to do."""
     store = Store(request.out)
-    there = store.manifest()
-    before = there if request.resume else None
+    before = store.manifest() if request.resume else None
     forward = Forward(
         request.model,
         request.sites,
@@ -137,12 +136,11 @@ def prepare(request: Request) -> Job:
         check_nan=request.nan == "raise",
         first=measured.first,
     )
-    todo = None if manifest.shards is None else list(range(manifest.shards))
-    if request.resume:
-        todo = store.missing(manifest)
+    there = store.sizes()
+    todo = manifest.missing(there if request.resume else ())
     per_row = measured.seconds / measured.batch_rows
     estimate = Estimate(manifest, per_row, None if todo is None else len(todo), store.free())
-    return Job(request, store, task, todo, estimate, 0 if request.resume else sum(store.sizes().values()))
+    return Job(request, store, task, todo, estimate, freed=0 if request.resume else sum(there.values()))
 
 
 def _source(request: Request, pin: bool) -> Source:

@@ -135,26 +135,29 @@ Source = Indexed | Stream
 
 def source(data: Any, batch_size: int | None, workers: int | None, tolerant: bool, pin: bool = False) -> Source:
     """Make a source of anything that holds data."""
-    options: dict[str, Any] = {"num_workers": workers or 0, "pin_memory": pin}
     if isinstance(data, DataLoader):
-        return _of_loader(data, batch_size, workers, tolerant, options)
-    if type(data).__module__.split(".")[0] == "datasets" and hasattr(data, "with_format"):
-        settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
-        if settings["type"] is None:
-            data = data.with_format("torch")  # else numbers come as Python lists, which collate the wrong way round
-    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not _is_map(data)):
-        if isinstance(data, IterableDataset):
-            loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
-            return Stream(loader, batch_size or BATCH, tolerant)
-        if batch_size is None:
-            return Stream(data, tolerant=tolerant)
-        return Stream(_chunks(data, batch_size), batch_size, tolerant)
+        return _of_loader(data, batch_size, workers, tolerant)
+    options: dict[str, Any] = {"num_workers": workers or 0, "pin_memory": pin}
+    data = _giving_tensors(data)
+    if isinstance(data, IterableDataset):
+        loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
+        return Stream(loader, batch_size or BATCH, tolerant)
     if _is_map(data):
         return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
+    if hasattr(data, "__iter__"):
+        return Stream(data if batch_size is None else _chunks(data, batch_size), batch_size, tolerant)
     raise TypeError(
         f"data is a {type(data).__name__}; expected a data set, a DataLoader, an iterable of batches, "
         "a tensor of rows, or the path of a folder of images."
     )
+
+
+def _giving_tensors(data: Any) -> Any:
+    """A data set of Hugging Face's gives numbers as Python lists, which collate the wrong way round, unless told."""
+    if type(data).__module__.split(".")[0] != "datasets" or not hasattr(data, "with_format"):
+        return data
+    settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
+    return data.with_format("torch") if settings["type"] is None else data
 
 
 def own_ids(source: Source) -> Any:
@@ -176,17 +179,9 @@ def _is_map(data: Any) -> bool:
     return isinstance(data, (Tensor, np.ndarray)) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
 
 
-def _of_loader(
-    loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool, options: Any
-) -> Source:
+def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size, tolerant)
-    for name in ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "pin_memory"):
-        options[name] = getattr(loader, name)
-    options["num_workers"] = loader.num_workers if workers is None else workers
-    if not options["num_workers"]:
-        for name in ("timeout", "multiprocessing_context", "prefetch_factor"):
-            options.pop(name)
     if loader.batch_sampler is None:
         return Stream(loader, tolerant=tolerant)
     listed = _listed(loader)
@@ -200,9 +195,18 @@ def _of_loader(
         ends=ends,
         batch_size=batch_size or loader.batch_size or BATCH,
         collate=loader.collate_fn,
-        options=options,
+        options=_options_of(loader, workers),
         tolerant=tolerant,
     )
+
+
+def _options_of(loader: DataLoader[Any], workers: int | None) -> dict[str, Any]:
+    """How a loader loads, for one of ours that loads the same rows."""
+    options: dict[str, Any] = {name: getattr(loader, name) for name in ("worker_init_fn", "pin_memory")}
+    options["num_workers"] = loader.num_workers if workers is None else workers
+    if options["num_workers"]:  # refused without workers
+        options |= {name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")}
+    return options
 
 
 def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:

@@ -132,18 +132,7 @@ class _Run:
                 f"a batch of {batch.span} rows reaches over {len(touched)} shards of {self.size} rows; it may reach "
                 f"over {SLABS - 1} at most. rows_per_shard must be at least half of the largest batch."
             )
-        stream = self.task.source.kind == "stream"
-        begun = stream and any(k * self.size >= batch.start for k in touched)
-        check = fingerprint.of_batch(batch.value) if begun else None
-        for shard in touched:
-            begins = shard * self.size >= batch.start
-            if not self.wanted(shard):
-                if begins and check is not None:
-                    self._same_order(shard, check)
-            elif shard not in self.open:
-                self.open[shard] = self.writer.take(shard)
-                if check is not None:
-                    self.open[shard].metadata["check"] = check
+        self._open(batch, touched)
         slabs = {shard: self.open[shard] for shard in touched if shard in self.open}
         if slabs:
             self._features(batch, slabs)
@@ -152,6 +141,20 @@ class _Run:
             slab.rows = min(end, last) - first
             if end >= last:
                 self._submit(shard)
+
+    def _open(self, batch: Batch, touched: range) -> None:
+        """Take slabs for the shards that begin in a batch and are wanted; what a stream has stored must be the same."""
+        stream = self.task.source.kind == "stream"
+        begun = [shard for shard in touched if shard * self.size >= batch.start]
+        check = fingerprint.of_batch(batch.value) if stream and begun else None
+        for shard in touched:
+            if self.wanted(shard):
+                if shard not in self.open:
+                    slab = self.open[shard] = self.writer.take(shard)
+                    if check is not None:
+                        slab.metadata["check"] = check
+            elif check is not None and shard in begun:
+                self._same_order(shard, check)
 
     def _submit(self, shard: int) -> None:
         slab = self.open.pop(shard)

@@ -51,8 +51,7 @@ class Features:
         entries = index.read_index(store.storage, sizes, broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
-        there = {entry.shard for entry in entries}
-        self.missing = [shard for shard in range(self.manifest.shards or 0) if shard not in there]
+        self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
         """Shards that are not there, or cannot be read."""
         if not incomplete:
             _require_complete(self.path, found, broken, self.missing)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +129,10 @@ class Manifest:
         first = shard * self.rows_per_shard
         last = first + self.rows_per_shard
         return first, last if self.rows is None else min(last, self.rows)
+
+    def missing(self, there: Collection[int]) -> list[int] | None:
+        """The shards that are not ``there``; ``None`` while nobody knows how many there will be."""
+        return None if self.shards is None else [shard for shard in range(self.shards) if shard not in there]
 
     def rows_in(self, shards: Iterable[int]) -> int:
         """How many rows some shards have."""

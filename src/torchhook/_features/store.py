@@ -69,10 +69,7 @@ class Store:
 
     def missing(self, whole: Manifest) -> list[int] | None:
         """The shards that are not there; ``None`` while nobody knows how many there will be."""
-        if whole.shards is None:
-            return None
-        there = self.sizes()
-        return [shard for shard in range(whole.shards) if shard not in there]
+        return whole.missing(self.sizes())
 
     def commit(self, shard: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Commit:
         """Write a shard, whole or not at all. One that is there already stays as it is."""
