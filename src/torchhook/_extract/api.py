@@ -76,7 +76,7 @@ def extract(
         run_on: The device that the model and the batches are moved to; by default where the model is.
         dtype: Floating-point values are stored as this; by default as they are.
         rows_per_shard: Rows in each file; by default whole batches, as many as fit ``shard_bytes``.
-        shard_bytes: Bytes in each file, about; by default 64 MiB and no more than 65,536 rows.
+        shard_bytes: Bytes in each file, about, and no more than 65,536 rows; by default 64 MiB.
         ids: A name for each row: a key or position in the batch, a function of it, or one value for every row. By
             default those that the data set has, as image folders do.
         labels: As ``ids``. By default those in the usual places of a batch; ``False`` leaves them out.

@@ -83,16 +83,17 @@ class Features:
         return iter(self.keys())
 
     def __contains__(self, site: object) -> bool:
-        return isinstance(site, str) and self._name(site) in self.keys()
+        return isinstance(site, str) and self._name(site) is not None
 
     def __getitem__(self, site: str) -> Column:
         name = self._name(site)
-        if name not in self.keys():
+        if name is None:
             raise MissingRecordError(f"no site {site!r} in {self.path}. {suggestion(site, map(shown, self.keys()))}")
         return self._column(name)
 
-    def _name(self, site: str) -> str:
-        return site if site in self.keys() else stored(site)
+    def _name(self, site: str) -> str | None:
+        names = self.keys()
+        return next((name for name in (site, stored(site)) if name in names), None)
 
     def _column(self, name: str) -> Column:
         if name not in self._columns:

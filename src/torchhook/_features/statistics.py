@@ -1,4 +1,4 @@
-"""Statistics of a layer over the whole data set, in one pass and in little memory."""
+"""Statistics of a site over the whole data set, in one pass and in little memory."""
 
 from __future__ import annotations
 
