@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import UserDict
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook._core.calling import arguments, call, evaluating, random_numbers, undisturbed
+from torchhook._core import calling
+from torchhook._core.calling import arguments, call, evaluating, in_mode, random_numbers, undisturbed
 from torchhook._values.tree import Inputs
 
 
@@ -101,3 +103,50 @@ def test_evaluation_mode_ends_with_the_block_however_it_ends() -> None:
         fail()
     assert modes == [False, False, False]
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_modes_nest_and_each_block_goes_back_to_the_one_around_it() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU()).eval()
+    model[1].training = True
+    with in_mode(model, training=True):
+        with evaluating(model):
+            assert [module.training for module in model.modules()] == [False, False, False]
+        assert [module.training for module in model.modules()] == [True, True, True]
+    assert [module.training for module in model.modules()] == [False, False, True]
+    assert calling._modes == {}
+
+
+def test_of_blocks_that_overlap_in_threads_the_last_puts_the_modes_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU())
+    entered, left = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with evaluating(model):
+            entered.set()
+            left.wait(10)
+            seen.extend(module.training for module in model.modules())
+
+    thread = threading.Thread(target=second)
+    with evaluating(model):
+        thread.start()
+        entered.wait(10)
+    left.set()
+    thread.join()
+    assert seen == [False, False, False]
+    assert [module.training for module in model.modules()] == [True, True, True]
+    assert calling._modes == {}
+
+
+def test_a_mode_that_cannot_be_set_leaves_the_other_modules_as_they_were() -> None:
+    class Stubborn(nn.Module):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "training" and value is False:
+                raise TypeError("I train")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.ReLU(), Stubborn(), nn.ReLU())
+    with pytest.raises(TypeError, match="I train"), evaluating(model):
+        pass
+    assert [module.training for module in model.modules()] == [True, True, True, True]
+    assert calling._modes == {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,32 +52,52 @@ def random_numbers() -> Callable[[], None]:
     return restore
 
 
-def set_evaluation(modules: Iterable[nn.Module]) -> None:
-    """Evaluation mode, and nothing else: a model's own ``eval`` may do more, merge weights for one."""
-    for module in modules:
-        module.training = False
+@dataclasses.dataclass
+class _Mode:
+    """The mode of a module before anyone asked for another, and what those ask for who use it now."""
+
+    before: bool
+    asked: dict[object, bool] = dataclasses.field(default_factory=dict)
+
+
+# By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
+_modes: dict[int, _Mode] = {}
+_modes_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and every module of it as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in one mode. Blocks may nest, and overlap in threads: the last to leave puts every module back.
+
+    Only the flags are set: a model's own ``train`` and ``eval`` may do more, merge weights for one.
+    """
+    modules, asker = list(model.modules()), object()
     try:
-        set_evaluation(module for module, _ in modes)
+        with _modes_lock:
+            for module in modules:
+                _modes.setdefault(id(module), _Mode(module.training)).asked[asker] = training
+                module.training = training
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        with _modes_lock:
+            for module in modules:
+                mode = _modes.get(id(module))
+                if mode is None or mode.asked.pop(asker, None) is None:
+                    continue  # interrupted before it got that far
+                module.training = next(reversed(mode.asked.values()), mode.before)
+                if not mode.asked:
+                    del _modes[id(module)]
 
 
-@contextlib.contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give the models their buffers back on leaving (running statistics move in training mode), and the process its
-    random numbers. What is yielded does so at once, so that several runs can start from the same state.
-    """
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The model in evaluation mode, and every module of it as before afterwards."""
+    return in_mode(model, training=False)
+
+
+def buffers(*models: nn.Module) -> Callable[[], None]:
+    """Remember every buffer of the models; call what is returned to give them back, the same objects."""
     owners = {id(module): module for model in models for _, module in walk(model)}
     held = [(m, name, t, _copy(t)) for m in owners.values() for name, t in m._buffers.items() if t is not None]
-    again = random_numbers()
 
     def restore() -> None:
         for module, name, buffer, copy in held:
@@ -84,7 +106,20 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
             if copy is not None and not torch.equal(buffer, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
-        again()
+
+    return restore
+
+
+@contextlib.contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give the models their buffers back on leaving (running statistics move in training mode), and the process its
+    random numbers. What is yielded does so at once, so that several runs can start from the same state.
+    """
+    both = buffers(*models), random_numbers()
+
+    def restore() -> None:
+        for part in both:
+            part()
 
     try:
         yield restore

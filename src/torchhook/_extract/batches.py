@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     value: Any
     """``None`` if every row failed."""
     failed: dict[int, str]
-    """Places in the span that could not be loaded, and why."""
+    """Positions in the span that could not be loaded, and why."""
     singles: Callable[[], Iterator[Batch]]
     """The same rows, one by one."""
 
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
         return range(self.span) if not self.failed else [i for i in range(self.span) if i not in self.failed]
 
 
-class Cuts:
+class SpanSampler:
     """A batch sampler over spans of rows, made as it is read: its memory does not depend on the data set.
 
     Batches have ``size`` rows, or those of a list of batches whose ends are given; a span's end cuts them too.

@@ -22,7 +22,7 @@ class ImageFolder(Dataset[Any]):
     """Every image below a folder, in the order of their paths. Images in folders of their own are labelled by them.
 
     ``ids`` are the paths, relative to the folder. Images are resized by the shorter side, cropped in the middle and
-    normalised; ``for_model`` takes these settings from a timm model.
+    normalized; ``for_model`` takes these settings from a timm model.
     """
 
     def __init__(

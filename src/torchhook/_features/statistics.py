@@ -1,4 +1,4 @@
-"""Statistics of a layer over the whole data set, in one pass and in little memory."""
+"""Statistics of a site over the whole data set, in one pass and in little memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
-    from torchhook._features.api import Features
+    from torchhook._features.features import Features
 
 _SAMPLE = 1 << 14
 
@@ -36,7 +36,7 @@ class Statistics:
 
 def statistics(
     features: Features,
-    layer: str,
+    site: str,
     *,
     channel: int | None = None,
     covariance: bool = False,
@@ -44,12 +44,12 @@ def statistics(
     top: int = 0,
     sample: int = _SAMPLE,
 ) -> Statistics:
-    """One pass over a layer. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
-    values = features[layer]
-    if 0 in values.column.shape:
-        raise ExtractError(f"{layer!r}: rows of shape {values.column.shape} hold no values.")
+    """One pass over a site. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
+    values = features[site]
+    if 0 in values.spec.shape:
+        raise ExtractError(f"{site!r}: rows of shape {values.spec.shape} hold no values.")
     running = _Running(covariance, bool(quantiles), top, sample)
-    dims = len(values.column.shape) + values.column.ragged
+    dims = len(values.spec.shape) + values.spec.ragged
     channel = (0 if dims == 3 else dims - 1) if channel is None else channel % max(1, dims)
     skipped = set(features.skipped)
     for first, block in values.blocks():
@@ -68,7 +68,7 @@ def statistics(
                     row = row[:, None] if row.dim() == 1 else row.movedim(channel, -1)
                     running.add(row.reshape(1, -1, row.shape[-1]), number[None])
     if not running.count:
-        raise ExtractError(f"{layer!r}: no row has features.")
+        raise ExtractError(f"{site!r}: no row has features.")
     return running.result(quantiles)
 
 
