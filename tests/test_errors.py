@@ -36,6 +36,7 @@ def error_classes() -> list[type]:
         (errors.AmbiguousCallError, (LookupError,)),
         (errors.RecordingFileError, (ValueError,)),
         (errors.EditError, (ValueError,)),
+        (errors.TransformError, (ValueError,)),
         (errors.SessionError, (RuntimeError,)),
         (errors.MissingExtraError, (ImportError,)),
     ],

@@ -81,7 +81,7 @@ def main(out: str | Path = "demo") -> None:
 def _see_photographs(console: Console, out: Path) -> None:
     model = efficientnet_lite0()
     console.rule("EfficientNet-Lite0: layers, with the shapes of one run")
-    console.print(str(layers(model, depth=1, inputs=photograph("chelsea"))), highlight=False, soft_wrap=True)
+    console.print(str(layers(model, photograph("chelsea"), depth=1)), highlight=False, soft_wrap=True)
     for name, label in PHOTOGRAPHS.items():
         x = photograph(name)
         with torch.no_grad():
@@ -105,7 +105,7 @@ def _read_sentences(console: Console, out: Path) -> None:
     console.rule("all-MiniLM-L6-v2: two sentences")
     with torch.no_grad():
         output, recording = run(model, capture="encoder.layer.*", kwargs=dict(batch))
-        maps = attention(model, kwargs=dict(batch))
+        maps = attention(model, batch)
     console.print(str(recording), highlight=False, soft_wrap=True)
     mask = batch["attention_mask"][..., None]
     pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1)

@@ -7,6 +7,7 @@ TorchHookError
 ├── AmbiguousCallError   (LookupError)                 the site ran more than once: say which call
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
+├── TransformError       (ValueError)                  a transform does not fit the value it meets
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
@@ -92,6 +93,10 @@ class RecordingFileError(TorchHookError, ValueError):
 
 class EditError(TorchHookError, ValueError):
     """An edit produced a value that does not fit the place it was made for."""
+
+
+class TransformError(TorchHookError, ValueError):
+    """A transform does not fit the value it meets."""
 
 
 class SessionError(TorchHookError, RuntimeError):

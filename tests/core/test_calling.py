@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections import UserDict
@@ -74,6 +75,113 @@ def test_buffers_that_moved_or_were_replaced_come_back_the_same_objects() -> Non
         model(torch.randn(4, 3))
     after = dict(model.named_buffers())
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
+
+
+class Caches(nn.Module):
+    """Changes what real models change beside their buffers: rotary tables, key-value caches, counters, losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+        self.length = 2
+        self.keys = torch.zeros(4)
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Any] = {"first": torch.zeros(1), "deep": [1]}
+        self.inner = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+            self.register_buffer("table", torch.arange(float(len(x))), persistent=False)
+            self.register_buffer("more", torch.ones(1))
+        self.keys[: len(x)] = x.detach()
+        self.seen.append(x)
+        self.by_name["first"].add_(1)
+        self.by_name["deep"].append(2)
+        self.by_name["second"] = x
+        self.loss = x.sum()
+        self.inner.eval()
+        return x * self.table[: len(x)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_caches_and_counters_in_plain_attributes_come_back_with_the_buffers_that_belong_to_them(fails: bool) -> None:
+    model = Caches()
+    before, table, keys, seen = set(vars(model)), model.table, model.keys, model.seen
+    with contextlib.suppress(KeyError), undisturbed(model) as restore:
+        for _ in range(2):
+            assert model(torch.ones(3)).tolist() == [0, 1, 2]
+            assert len(model.seen) == 1
+            restore()
+            assert model.length == 2
+        model(torch.ones(3))
+        if fails:
+            raise KeyError
+    assert set(vars(model)) == before
+    assert model.length == 2
+    assert [name for name, _ in model.named_buffers()] == ["table"]
+    assert model.table is table
+    assert model.keys is keys
+    assert keys.tolist() == [0, 0, 0, 0]
+    assert model.seen is seen
+    assert seen == []
+    assert list(model.by_name) == ["first", "deep"]
+    assert (model.by_name["first"].item(), model.by_name["deep"]) == (0, [1])
+    assert model.inner.training
+    assert model(torch.ones(3)).tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_was_given_other_memory_has_its_own_again() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache.data = torch.cat([self.cache, x])
+            return self.cache
+
+    model = Grows()
+    with undisturbed(model):
+        assert len(model(torch.ones(2))) == 3
+    assert model.cache.tolist() == [0]
+
+
+def test_gradients_come_back_the_same_objects_with_the_same_numbers() -> None:
+    class Trains(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x).sum().backward()
+            return super().forward(x)
+
+    model = Trains(2, 1)
+    given = model.weight.grad = torch.ones(1, 2)
+    with undisturbed(model) as restore:
+        for _ in range(2):
+            model(torch.full((1, 2), 3.0))
+            restore()
+        model(torch.full((1, 2), 3.0))
+    assert model.weight.grad is given
+    assert given.tolist() == [[1, 1]]
+    assert model.bias.grad is None
+
+
+def test_a_lazy_module_stays_what_it_has_become() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with undisturbed(model):
+        model(torch.ones(4, 2))
+    assert (type(model[0]), model[0].in_features) == (nn.Linear, 2)
+    assert (type(model[1]), model[1].num_features) == (nn.BatchNorm1d, 3)
+    assert model(torch.ones(4, 2)).shape == (4, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_buffers_of_a_scripted_model_come_back() -> None:
+    model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))
+    with undisturbed(model):
+        model(torch.randn(4, 3))
+        assert model.state_dict()["0.num_batches_tracked"].item() == 1
+    assert model.state_dict()["0.num_batches_tracked"].item() == 0
+    assert model.state_dict()["0.running_mean"].tolist() == [0, 0, 0]
 
 
 def test_an_error_passes_after_everything_is_back() -> None:

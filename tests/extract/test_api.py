@@ -274,7 +274,7 @@ def test_progress_shows_rows_and_bytes(tmp_path, capsys):
 
 
 def test_transforms_and_casts_run_in_the_hook(tmp_path, truth):
-    features = do(tmp_path, transform={"second": transforms.slice(0, 3)}, dtype=torch.bfloat16)
+    features = do(tmp_path, transform={"second": transforms.narrow(0, 3)}, dtype=torch.bfloat16)
     assert torch.equal(features["first"][:], truth["first"].bfloat16())
     assert torch.equal(features["second"][:], truth["second"][:, :3].bfloat16())
 

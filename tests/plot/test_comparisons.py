@@ -55,7 +55,7 @@ def test_sites_without_a_number_are_crosses() -> None:
 def test_a_sweep_is_a_heat_map_of_the_normalised_effect() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), "*", torch.sum, progress=False)
+    result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), torch.sum, sites="*", progress=False)
     figure = plot.sweep(result)
     (image,) = figure.axes[0].images
     np.testing.assert_allclose(image.get_array(), result.normalised.numpy(), rtol=1e-6)

@@ -187,4 +187,4 @@ def get_layer_candidates(model: nn.Module, max_depth: int = 1) -> Iterator[str]:
     >>> list(get_layer_candidates(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
     ['0', '1']
     """
-    return (layer.name for layer in layers(model, max_depth) if layer.name)
+    return (layer.name for layer in layers(model, depth=max_depth) if layer.name)

@@ -43,7 +43,8 @@ class VerboseExecution(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index = Index(self.model)
         session = Session(self.model, index=index, warn=False)
-        for name in (layer.name for layer in layers(self.model, self.depth) if layer.name and not layer.shared_with):
+        found = layers(self.model, depth=self.depth)
+        for name in (layer.name for layer in found if layer.name and not layer.shared_with):
             module, started = index.modules[name], list[float]()
             if self.time:
                 session.look(Target(Site(name, port="input"), module), _starter(started))

@@ -60,6 +60,14 @@ class TensorHandles:
         self._handles.clear()
 
 
+def surely(undo: Callable[[], object]) -> None:
+    """Undo something to the end, though an interrupt may come between any two lines: ``undo`` may be called twice."""
+    try:
+        undo()
+    finally:
+        undo()
+
+
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
@@ -85,10 +93,7 @@ class Attachment:
         self._undo.append(undo)
 
     def remove(self) -> None:
-        try:
-            self._remove()
-        finally:
-            self._remove()  # what an interrupt left
+        surely(self._remove)
 
     def _remove(self) -> None:
         failed: BaseException | None = None

@@ -161,12 +161,10 @@ def _attention(
     notes: list[str],
 ) -> None:
     if view.tokens > _LONG:  # every map of every layer is held at once, and they grow with the square
-        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., layers=) shows some.")
+        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., sites=) shows some.")
         return
-    inputs = tree.map_tensors(Tensor.clone, given)
     try:
-        with torch.no_grad():
-            maps = attention(model, *inputs.args, kwargs=inputs.kwargs)
+        maps = attention(model, given)
     except NoAttentionError:
         return
     except Exception as error:
