@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook._core.calling import arguments, call, evaluating, random_numbers, undisturbed
+from torchhook._core.calling import arguments, call, evaluating, mode, random_numbers, undisturbed
 from torchhook._values.tree import Inputs
 
 
@@ -101,3 +101,11 @@ def test_evaluation_mode_ends_with_the_block_however_it_ends() -> None:
         fail()
     assert modes == [False, False, False]
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_training_mode_ends_with_the_block_too() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU()).eval()
+    model[1].training = True
+    with mode(model, training=True):
+        assert all(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [False, False, True]

@@ -56,16 +56,22 @@ def set_evaluation(modules: Iterable[nn.Module]) -> None:
         module.training = False
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """The model in evaluation mode, and every module of it as before afterwards."""
+    return mode(model, training=False)
+
+
+@contextlib.contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode, as ``set_evaluation``, and every module of it as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        set_evaluation(module for module, _ in modes)
+        for module, _ in modes:
+            module.training = training
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, before in modes:
+            module.training = before
 
 
 @contextlib.contextmanager
