@@ -39,7 +39,7 @@ class Sweep:
         self.notes = list(notes)
 
     @property
-    def normalised(self) -> Tensor:
+    def normalized(self) -> Tensor:
         """0 where a patch changes nothing, 1 where it brings the clean run's metric back."""
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
@@ -72,12 +72,12 @@ class Sweep:
             "site": [site for site, _ in pairs],
             "position": [position for _, position in pairs],
             "value": self.values.flatten().tolist(),
-            "normalised": self.normalised.flatten().tolist(),
+            "normalized": self.normalized.flatten().tolist(),
         }
 
-    def table(self, *, normalised: bool = True) -> Table:
+    def table(self, *, normalized: bool = True) -> Table:
         """The matrix as text; of many positions, those where a patch does most."""
-        shown = self.normalised if normalised and self.clean != self.corrupted else self.values
+        shown = self.normalized if normalized and self.clean != self.corrupted else self.values
         labels = ["whole"] if self.positions is None else [str(position) for position in self.positions]
         columns = list(range(len(labels)))
         notes = list(self.notes)
