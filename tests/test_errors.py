@@ -32,6 +32,7 @@ def error_classes() -> list[type]:
         (errors.RecordingFileError, (ValueError,)),
         (errors.EditError, (ValueError,)),
         (errors.SessionError, (RuntimeError,)),
+        (errors.TargetError, (ValueError, IndexError)),
         (errors.MissingExtraError, (ImportError,)),
     ],
 )
