@@ -1,21 +1,27 @@
-"""Where the channels and the places of an activation are: channels first, channels last, or tokens.
+"""Where the channels, the grid and the prefix tokens of an activation are.
 
-Nobody has to write a reshape function: what is read off the shape of the input and of what other layers gave (a patch
-embedding's output is the grid of the tokens) is enough. ``Layout`` says what was found.
+What is known decides, and the more the better: the type of the layer (``channel_dim``), the size of the input and what
+other layers gave (``infer``: a patch embedding's output is the grid of the tokens), and the shape alone where there is
+nothing else (``guess``). Nobody has to write a reshape function; ``Layout`` says what was found.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchhook.errors import LayoutError
 
+KINDS = ("channels_first", "channels_last", "tokens")
 _UNEVEN = 1.5  # strides of one map may differ this much: padding and rounding in small maps
 _MOST_PREFIX = 16
+_PREFIXES = (0, 1, 2, 5)  # none, class token, distillation token too, class token and four registers
+_LEAST_SIDE = 7  # fewer tokens than 7 × 7 may as well be words
+_MANY_CHANNELS = 4  # times the side of a map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,13 @@ class Layout:
         if self.kind == "tokens":
             tensor = tensor[:, self.prefix :].unflatten(1, self.grid)
         return tensor.movedim(-1, 1)
+
+    def picture(self, tensor: Tensor, example: int = 0) -> Tensor:
+        """One example as channels × height × width; of a volume, its middle slice."""
+        maps = self.maps(tensor)[example]
+        while maps.dim() > 3:
+            maps = maps[:, maps.shape[1] // 2]
+        return maps
 
     def __str__(self) -> str:
         grid = "×".join(map(str, self.grid))
@@ -145,3 +158,124 @@ def _unevenness(grid: Sequence[int], size: Sequence[int]) -> float:
         return math.inf
     strides = strides[1:] if len(strides) == 3 else strides
     return max(strides) / min(strides)
+
+
+# -- by the shape alone -----------------------------------------------------------------------------
+
+
+def guess(
+    shape: Sequence[int], kind: str | None = None, grid: Sequence[int] | None = None, *, image: bool = False
+) -> Layout:
+    """The likeliest layout of a batch of three dims or more, by its shape; tokens on no grid are a row of places.
+
+    ``kind`` and ``grid`` are what the user knows better; ``image`` says that an image went into the model, so that even
+    a few tokens may be its patches.
+
+    >>> str(guess((2, 64, 14, 14))), str(guess((1, 50, 96))), str(guess((1, 12, 96)))
+    ('channels first 14×14', 'tokens 7×7 after 1 prefix token', 'channels last 12')
+    """
+    shape = tuple(shape)
+    if len(shape) > 3:
+        last = kind == "channels_last" or (kind is None and looks_channels_last(shape[1:]))
+        return Layout("channels_last", shape[1:-1]) if last else Layout("channels_first", shape[2:])
+    tokens = shape[1]
+    if grid is None and kind in (None, "tokens"):
+        grid = square_grid(tokens, 3, range(6)) if image else square_grid(tokens)
+    if grid is None:
+        return Layout("channels_first", shape[2:]) if kind == "channels_first" else Layout("channels_last", (tokens,))
+    needed = math.prod(grid)
+    if needed > tokens:
+        raise LayoutError(f"grid={tuple(grid)}: it needs {needed} tokens, and there are {tokens}.")
+    return Layout("tokens", tuple(grid), tokens - needed)
+
+
+def square_grid(tokens: int, least: int = _LEAST_SIDE, prefixes: Collection[int] = _PREFIXES) -> tuple[int, int] | None:
+    """The square that so many tokens stand for, of ``least`` places a side, after none or a few prefix tokens.
+
+    >>> square_grid(197), square_grid(12)
+    ((14, 14), None)
+    """
+    side = math.isqrt(tokens)
+    return (side, side) if side >= least and tokens - side * side in prefixes else None
+
+
+def looks_channels_last(shape: Sequence[int]) -> bool:
+    """Whether the shape of one example speaks for channels last by itself: a square, and far more channels than sides.
+
+    >>> looks_channels_last((7, 7, 96)), looks_channels_last((64, 64, 128))
+    (True, False)
+    """
+    return len(shape) >= 3 and shape[-3] == shape[-2] and shape[-1] >= _MANY_CHANNELS * max(shape[:-1])
+
+
+def looks_like_batch(shape: Sequence[int], kind: str | None = None) -> bool:
+    """Whether dim 0 of a tensor that nobody recorded is the examples: a matrix is one map, and channels × height ×
+    width are one example.
+    """
+    if len(shape) != 3:
+        return len(shape) > 3
+    tokens = kind is None and shape[1] != shape[2] and square_grid(shape[1]) is not None
+    return shape[0] == 1 or kind == "tokens" or tokens
+
+
+def known_kind(kind: str | None, also: str = "") -> str | None:
+    """What a user gave as ``layout=``, if it is one; ``also`` says what else it may be."""
+    if kind is not None and kind not in KINDS:
+        raise LayoutError(f"layout={kind!r}: use {', '.join(map(repr, KINDS))}{also}.")
+    return kind
+
+
+# -- by the layers ----------------------------------------------------------------------------------
+
+_SPATIAL = ("Conv", "ConvTranspose", "InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+_BY_RANK = {rank: tuple(getattr(nn, f"{kind}{rank}d") for kind in _SPATIAL) for rank in (1, 2, 3)}
+_CHANNELS_SECOND = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm)
+
+
+def spatial_dims(module: nn.Module) -> int | None:
+    """How many dims come after the channels in what a layer gives, where its type says so.
+
+    >>> spatial_dims(nn.Conv1d(3, 8, 3)), spatial_dims(nn.ReLU())
+    (1, None)
+    """
+    return next((rank for rank, kinds in _BY_RANK.items() if isinstance(module, kinds)), None)
+
+
+def channel_dim(module: nn.Module, dims: int) -> int | None:
+    """The dim of the channels in what a layer gives, a tensor of so many dims, where its type says so.
+
+    >>> channel_dim(nn.Conv1d(3, 8, 3), 3), channel_dim(nn.Linear(3, 8), 3), channel_dim(nn.ReLU(), 3)
+    (1, 2, None)
+    """
+    rank = spatial_dims(module)
+    if rank is not None:
+        dim = dims - rank - 1  # one more in front, for the batch, or none
+    elif isinstance(module, _CHANNELS_SECOND):
+        dim = 1
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        if type(module) not in (nn.LayerNorm, nn.RMSNorm):
+            return None  # the LayerNorm2d of torchvision and timm is one too, and has its channels first
+        dim = dims - 1 if len(module.normalized_shape) == 1 else -1
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        dim = dims - 1
+    else:
+        return None
+    return dim if 0 <= dim < dims else None
+
+
+class Grids:
+    """The grids on which a model's convolutions gave maps: what tokens may be laid out on."""
+
+    def __init__(self, dimensions: int) -> None:
+        self._dimensions = dimensions
+        self.seen: dict[tuple[int, ...], None] = {}
+
+    @staticmethod
+    def concern(module: nn.Module) -> bool:
+        """Whether what the module gives is worth seeing."""
+        return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+    def see(self, value: Any) -> None:
+        """What a convolution gave."""
+        if isinstance(value, Tensor) and value.dim() == self._dimensions + 2:
+            self.seen[tuple(value.shape[2:])] = None
