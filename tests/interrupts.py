@@ -145,11 +145,9 @@ def hook_manager(model: nn.Module, x: Tensor) -> None:
         model(x)
 
 
-SCENARIOS: dict[str, Scenario] = {
-    f.__name__: f
-    for f in (capture, by_hand, edit, gradients, operations, guard, guard_finds, watch, stop, extract)
-    + (layers, ops, cam, sweep, diff, clip, feature_layers, hook_manager)
-}
+_TOOLS = (capture, by_hand, edit, gradients, operations, guard, guard_finds, watch, clip, stop, extract)
+_QUESTIONS = (layers, ops, cam, sweep, diff, feature_layers, hook_manager)
+SCENARIOS: dict[str, Scenario] = {f.__name__: f for f in (*_TOOLS, *_QUESTIONS)}
 
 
 def state(model: nn.Module) -> list[Any]:

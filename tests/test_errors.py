@@ -38,6 +38,7 @@ def error_classes() -> list[type]:
         (errors.EditError, (ValueError,)),
         (errors.TransformError, (ValueError,)),
         (errors.SessionError, (RuntimeError,)),
+        (errors.TargetError, (ValueError, IndexError)),
         (errors.MissingExtraError, (ImportError,)),
     ],
 )

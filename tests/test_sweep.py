@@ -177,7 +177,7 @@ def test_a_site_patched_as_a_whole_brings_the_clean_metric_back() -> None:
     found = sweep(model, clean, corrupted, margin, sites=["embed", "head"], dim=None)
     assert found.positions is None
     assert found.values[:, 0].tolist() == pytest.approx([found.clean, found.clean], abs=1e-6)
-    assert found.normalised[:, 0].tolist() == pytest.approx([1, 1], abs=1e-4)
+    assert found.normalized[:, 0].tolist() == pytest.approx([1, 1], abs=1e-4)
     with pytest.raises(ValueError, match="leave them out"):
         sweep(model, clean, corrupted, margin, sites="embed", positions=[1], dim=None)
 
@@ -512,15 +512,15 @@ def test_a_site_that_one_input_does_not_reach_is_an_error() -> None:
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_the_result_is_read_by_site_and_position_normalised_and_in_columns() -> None:
+def test_the_result_is_read_by_site_and_position_normalized_and_in_columns() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, math.nan]])
     result = Sweep(values, ["a", "b"], [4, 7], clean=3.0, corrupted=1.0)
-    assert result.normalised[0].tolist() == [0.0, 0.5]
+    assert result.normalized[0].tolist() == [0.0, 0.5]
     assert result["a"].tolist() == [1.0, 2.0]
     assert float(result["a", 7]) == 2.0
     assert result.best == ("b", 4)
     assert result.data()["position"] == [4, 7, 4, 7]
-    assert result.data()["normalised"][:3] == [0.0, 0.5, 1.0]
+    assert result.data()["normalized"][:3] == [0.0, 0.5, 1.0]
     with pytest.raises(MissingRecordError, match="no site 'c' in this sweep"):
         result["c"]
     with pytest.raises(MissingRecordError, match="no position 5 in this sweep"):
@@ -538,7 +538,7 @@ def test_the_result_prints_itself_as_a_table() -> None:
         "a note"
     )
     assert "0.500" in result._repr_html_()
-    assert "2.000" in str(result.table(normalised=False))
+    assert "2.000" in str(result.table(normalized=False))
 
 
 def test_a_wide_result_shows_the_positions_that_matter() -> None:

@@ -1,4 +1,4 @@
-"""Torch's private names: each taken away in turn, in a process of its own. Then the answer is right, or one clear error."""
+"""Torch's private names, each taken away in turn: then the answer is right, or there is one clear error."""
 
 from __future__ import annotations
 

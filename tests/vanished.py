@@ -1,7 +1,7 @@
 """A process in which some private names of torch have vanished: ``python tests/vanished.py SCENARIO NAME …``.
 
-It prints ``right``, or the message of the one clear error; anything else is a failure. Oracles are written out here with
-bare PyTorch: what is right does not depend on the library.
+It prints ``right``, or the message of the one clear error; anything else is a failure. Oracles are written out here
+with bare PyTorch: what is right does not depend on the library.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def guarded() -> None:
     square = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     with contextlib.suppress(th.errors.GuardError), th.guard(square) as g:
         (square(torch.zeros(1, 3)) * 0).sqrt().sum().backward()
-    assert g.findings and g.findings[0].phase == "backward"
+    assert [finding.phase for finding in g.findings] == ["backward"]
 
 
 def attended() -> None:

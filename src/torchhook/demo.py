@@ -36,7 +36,7 @@ def efficientnet_lite0() -> nn.Module:
 
 
 def photograph(name: str, size: int = 224) -> Tensor:
-    """A photograph of scikit-image, cropped to its centre, as EfficientNet-Lite wants it: 1×3×size×size in [-1, 1]."""
+    """A photograph of scikit-image, cropped to its center, as EfficientNet-Lite wants it: 1×3×size×size in [-1, 1]."""
     pixels = getattr(require("skimage.data", "demo"), name)()
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
     side = min(image.shape[2:])

@@ -12,6 +12,7 @@ TorchHookError
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
 ├── LayoutError          (ValueError)                  an activation cannot be laid out on a grid
+├── TargetError          (ValueError, IndexError)      the score or class that is meant is not in the output
 ├── ExtractError         (RuntimeError)                the model, the data or the disk does not fit
 │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
 │   ├── IncompleteStoreError (LookupError)             shards are missing
@@ -120,6 +121,13 @@ class NoAttentionError(TorchHookError, LookupError):
 
 class LayoutError(TorchHookError, ValueError):
     """An activation cannot be laid out on a grid."""
+
+
+class TargetError(TorchHookError, ValueError, IndexError):
+    """The score or class that is meant is not in the model's output.
+
+    It is a ``ValueError`` and an ``IndexError`` because a class may be of the wrong kind or beyond the last.
+    """
 
 
 class ExtractError(TorchHookError, RuntimeError):

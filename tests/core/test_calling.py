@@ -258,3 +258,11 @@ def test_a_mode_that_cannot_be_set_leaves_the_other_modules_as_they_were() -> No
         pass
     assert [module.training for module in model.modules()] == [True, True, True, True]
     assert calling._modes == {}
+
+
+def test_training_mode_ends_with_the_block_too() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU()).eval()
+    model[1].training = True
+    with in_mode(model, training=True):
+        assert all(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [False, False, True]

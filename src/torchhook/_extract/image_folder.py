@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
 from torchhook.errors import ExtractError, require
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder(Dataset[Any]):
@@ -31,8 +31,8 @@ class ImageFolder(Dataset[Any]):
         *,
         size: int | tuple[int, int] = 224,
         crop: float = 0.875,
-        mean: Sequence[float] = _MEAN,
-        std: Sequence[float] = _STD,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
         interpolation: str = "bicubic",
     ) -> None:
         self.root = Path(root)

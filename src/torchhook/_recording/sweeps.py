@@ -40,7 +40,7 @@ class Sweep:
         self.notes = list(notes)
 
     @property
-    def normalised(self) -> Tensor:
+    def normalized(self) -> Tensor:
         """0 where a patch changes nothing, 1 where it brings the clean run's metric back."""
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
@@ -74,13 +74,13 @@ class Sweep:
             "site": [site for site, _ in pairs],
             "position": [position for _, position in pairs],
             "value": self.values.flatten().tolist(),
-            "normalised": self.normalised.flatten().tolist(),
+            "normalized": self.normalized.flatten().tolist(),
         }
 
-    def table(self, *, normalised: bool = True) -> Table:
+    def table(self, *, normalized: bool = True) -> Table:
         """The matrix as text; of many positions, those where a patch does most."""
-        scaled = normalised and nothing_between(self.clean, self.corrupted) is None
-        numbers = self.normalised if scaled else self.values
+        scaled = normalized and nothing_between(self.clean, self.corrupted) is None
+        numbers = self.normalized if scaled else self.values
         labels = ["whole"] if self.positions is None else [str(position) for position in self.positions]
         columns = list(range(len(labels)))
         notes = list(self.notes)

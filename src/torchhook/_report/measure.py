@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from torchhook._report.facts import Numbers
-from torchhook._report.layout import channels_first
+from torchhook._values.layout import Layout, guess
 from torchhook._watch.statistics import flatten, measurable
 
 BINS = 48
 _SAMPLE = 20_000  # a quantile needs a sort, and more values hardly move it
 _MANY_ZEROS = 0.1
+_FEW_POSITIONS = 16  # with fewer, a channel that is zero everywhere says nothing
 
 
-def numbers(tensor: Tensor, last: bool | None = None) -> Numbers | None:
-    """Statistics of a tensor, or ``None`` if it has no values to look at; ``last`` says whether channels are last.
+def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
+    """Statistics of a tensor, or ``None`` if it has no values to look at; its shape tells the layout if nothing else.
 
     >>> found = numbers(torch.tensor([0.0, 1.0, 2.0, float("nan")]))
     >>> found.mean, found.nans, found.elements
@@ -30,7 +31,7 @@ def numbers(tensor: Tensor, last: bool | None = None) -> Numbers | None:
     finite = flat.isfinite()
     good = flat if bool(finite.all()) else flat[finite]
     infs = size - nans - good.numel()
-    dead, channels = dead_channels(tensor, last)
+    dead, channels = dead_channels(tensor, layout)
     if not good.numel():
         return Numbers(size, None, None, None, None, None, 0.0, nans, infs, [], 0.0, 0.0, False)
     zeros = int((good == 0).sum())
@@ -69,10 +70,12 @@ def _histogram(values: Tensor) -> tuple[list[int], float, float]:
     return [int(count) for count in counts.tolist()], low, high
 
 
-def dead_channels(tensor: Tensor, last: bool | None = None) -> tuple[int, int]:
+def dead_channels(tensor: Tensor, layout: Layout | None = None) -> tuple[int, int]:
     """How many channels are zero at every position of every sample, and how many channels there are."""
-    channels = channels_first(tensor, last)
-    if channels is None:
+    if tensor.dim() < 3 or tensor.is_quantized or tensor.is_complex():
+        return 0, 0
+    channels = tensor.movedim((layout or guess(tensor.shape)).channels, 0).flatten(1)
+    if channels.shape[0] == 1 or channels.shape[1] < _FEW_POSITIONS:
         return 0, 0
     return int((channels == 0).all(1).sum()), channels.shape[0]
 
