@@ -72,9 +72,7 @@ class HookManager:
             raise TypeError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
         chosen = self._choose(layer_name, layer)
         ports = ["input"] * inputs + ["grad"] * grad
-        chosen += [
-            (f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen
-        ]
+        chosen += [(f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen]
         for key, _ in chosen:
             if key in self._sessions:
                 raise ValueError(f"there is a hook with key {key!r} already; remove it first, or choose another name.")
