@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.oracle import warned
 from tests.watch.helpers import X, mlp
 from torchhook._watch.alarms import Alarms
 from torchhook._watch.api import watch
@@ -81,7 +83,7 @@ def test_weights_that_begin_at_zero_do_not_explode_but_may_later() -> None:
             ((model(x) - 3).square().sum() * factor).backward()
             optimizer.step()
 
-    w = watch(model)
+    w = watch(model).open()
     train(5, 1.0)
     w.flush()
     assert model.b.weight.grad.norm() > 1.0  # a thousand times the least norm that a weight was taken to have
@@ -106,12 +108,61 @@ def test_exploding_gradients_are_found_when_they_are_large_sudden_or_not_finite(
     assert {alarm.kind for alarm in alarms} == {"exploding"}
     model = mlp()
     for factors, message in (((1, 1, 1, 1, 1000), "usually was"), ((math.nan,), "its norm is nan")):
-        w = watch(model, "5", alarms=Alarms(exploding=100))
+        w = watch(model, "5", alarms=Alarms(exploding=100)).open()
         for factor in factors:
             model.zero_grad()
             (model(X).sum() * factor * 1e-3).backward()
         with pytest.warns(TrainingWarning, match=message):
             w.close()
+
+
+class Parallel(nn.Module):
+    """Three weights whose gradients are those factors, to the sign."""
+
+    def __init__(self, *factors: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(2, 2)) for _ in factors)
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((weight * factor).sum() for weight, factor in zip(self.weights, self.factors, strict=True)) * x
+
+
+@pytest.mark.parametrize(
+    ("factors", "sites", "sentence"),
+    [
+        ((0, 0, 0), "012", "Its norm is 0, and so are those of all 3 that are compared. "),
+        ((1.5, 0, 1), "1", "Its norm is 0, that of 'weights.0' is 3, the largest of the 3 that are compared. "),
+        ((1, 1e-9), "1", "Its norm is 2e-09, that of 'weights.0' is 2, the largest of the 2 that are compared. "),
+        ((math.nan, 0, 2), "1", "Its norm is 0, that of 'weights.2' is 4, the largest finite one of the 3 that are"),
+        ((math.nan, 0), "1", "Its norm is 0; of the 2 that are compared, 1 is not finite and the rest 0. "),
+        ((math.inf, 0, math.nan, 0), "13", "Its norm is 0; of the 4 that are compared, 2 are not finite and the rest"),
+        ((0,), "0", "Its norm is 0, and there is no other to compare it with. "),
+    ],
+)
+def test_what_is_said_of_a_vanishing_gradient_is_true(factors: tuple[float, ...], sites: str, sentence: str) -> None:
+    with warned() as seen:
+        with watch(model := Parallel(*factors), "(model)", alarms=Alarms(window=2)) as w:
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.ones(())).backward()
+    found = [alarm for alarm in w.alarms if alarm.kind == "vanishing"]
+    assert [alarm.site for alarm in found] == [f"weights.{i}" for i in sites]
+    for alarm in found:
+        gradient = model.get_parameter(alarm.site).grad
+        assert float(f"{gradient.norm().item():.3g}") == float(re.search(r"norm is ([\d.e-]+\d|\d)", alarm.message)[1])
+        assert sentence in alarm.message
+        assert "It has vanished in 2 measured steps." in alarm.message
+    assert {w.filename for w in seen} == {__file__}
+
+
+def test_an_output_that_is_compared_is_not_called_a_weight() -> None:
+    model = nn.Sequential(nn.Identity())
+    x = torch.full((4,), 0.5, requires_grad=True)
+    with pytest.warns(TrainingWarning, match="its norm is 2e[+]04, that of the value itself 1[.]") as caught:
+        with watch(model, "0"):
+            (model(x) * 1e4).sum().backward()
+    assert [w.filename for w in caught] == [__file__]
 
 
 def test_healthy_training_raises_no_alarm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -29,6 +30,20 @@ def test_watching_changes_neither_the_outputs_nor_the_gradients() -> None:
     assert torch.equal(found, expected)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("use", ["step()", "flush()", "table()", "last", "paused()"])
+def test_what_needs_an_open_watch_says_how_to_open_it(use: str) -> None:
+    model = mlp()
+    w = watch(model, steps="manual")
+    with pytest.raises(SessionError, match=rf"^{re.escape(use)}: this watch is not open yet.*with block, or call open"):
+        with eval(f"w.{use}"):  # paused() begins with its block
+            pass
+    assert str(w) == "<watch of 6 sites: not open yet>"
+    assert list(w.history) == w.alarms == []
+    with w:
+        model(X)
+    assert len(w.history) == 1
 
 
 def test_a_step_that_was_forgotten_is_pointed_out() -> None:
@@ -72,6 +87,15 @@ def test_wrong_options_are_refused_and_leave_no_hook(options: Any, error: Any, m
     with pytest.raises(error, match=message):
         watch(model, **options)
     assert hooks_on(model) == 0
+
+
+def test_a_model_without_layers_is_the_one_layer() -> None:
+    model = nn.Linear(4, 2)
+    with watch(model) as w:
+        output = model(torch.ones(3, 4))
+        output.sum().backward()
+    assert set(w.last) == {"", "weight", "bias"}
+    assert w.last[""]["mean"] == pytest.approx(output.mean().item(), rel=1e-5)
 
 
 def test_a_name_that_matches_nothing_is_an_error() -> None:
@@ -151,7 +175,7 @@ def test_a_dropped_watch_takes_its_hooks_along_at_once() -> None:
     model = mlp()
     gc.disable()
     try:
-        w = watch(model)
+        w = watch(model).open()
         output = model(X)
         assert hooks_on(model) > 1
         del w
@@ -159,8 +183,9 @@ def test_a_dropped_watch_takes_its_hooks_along_at_once() -> None:
     finally:
         gc.enable()
     output.sum().backward()
-    with pytest.warns(ResourceWarning, match="keep what th.watch"):
-        watch(model)
+    with pytest.warns(ResourceWarning, match=r"keep what th.watch\(...\).open\(\) returns") as caught:
+        watch(model).open()
+    assert caught[0].filename == __file__
     assert hooks_on(model) == 0
 
 
@@ -184,19 +209,20 @@ def test_layers_that_never_ran_are_reported_once_at_the_end() -> None:
             return self.used(x)
 
     model = Half()
-    w = watch(model)
+    w = watch(model).open()
     for _ in range(3):
         model(torch.ones(1, 2))
     with pytest.warns(NeverRanWarning, match=r"1 watched site never ran:\n  'unused': the model ran without") as caught:
         w.close()
-    assert len(caught) == 1
+    assert [w.filename for w in caught] == [__file__]
 
 
 def test_a_watch_that_measured_nothing_says_so() -> None:
     model = mlp()
     for start, steps, why in ((0, 0, "the model was not called"), (1, 2, "none of the 2 steps was a multiple")):
-        w = watch(model, every=10, start=start)
+        w = watch(model, every=10, start=start).open()
         for _ in range(steps):
             model(X)
-        with pytest.warns(NeverRanWarning, match=f"measured nothing: {why}"):
+        with pytest.warns(NeverRanWarning, match=f"measured nothing: {why}") as caught:
             w.close()
+        assert [w.filename for w in caught] == [__file__]

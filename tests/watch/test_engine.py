@@ -109,7 +109,7 @@ def test_only_every_nth_step_is_measured_and_between_them_one_hook_is_left() -> 
 
 def test_steps_by_hand_leave_no_hook_between_measured_steps_and_continue_an_older_count() -> None:
     model = mlp()
-    w = watch(model, every=2, steps="manual", start=11)
+    w = watch(model, every=2, steps="manual", start=11).open()
     assert hooks_on(model) == 0
     w.step()
     model(X)

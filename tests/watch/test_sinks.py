@@ -85,7 +85,7 @@ def test_a_csv_file_is_continued_with_one_header_even_after_a_torn_line(tmp_path
     path = tmp_path / "watch.csv"
     for start in (0, 1):
         with watch(mlp(), "5", log=str(path), parameters=False, start=start) as w:
-            model_output = w._engine.plan.index.modules[""](X)
+            model_output = w._engine.watched.index.modules[""](X)
         with path.open("ab") as file:
             file.write(b"7,torn")
     lines = path.read_text().splitlines()
@@ -108,7 +108,7 @@ def test_a_destination_that_fails_passes_its_own_error_and_no_hook_stays() -> No
         raise OSError("disk full")
 
     model = mlp()
-    w = watch(model, log=fail)
+    w = watch(model, log=fail).open()
     model(X)
     with pytest.raises(OSError, match="disk full"):
         w.close()

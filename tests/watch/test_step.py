@@ -232,7 +232,7 @@ def test_on_a_gpu_a_step_waits_for_nothing_until_its_end() -> None:
     model = mlp().cuda()
     x = X.cuda()
     expected = by_numpy([mlp()(X)])
-    w = watch(model, statistics=(*DEFAULT, "histogram"))
+    w = watch(model, statistics=(*DEFAULT, "histogram")).open()
     model(x).sum().backward()
     w.flush()
     torch.cuda.set_sync_debug_mode("error")

@@ -67,7 +67,10 @@ class Openable:
         """``error`` is the one that ended the block."""
         raise NotImplementedError
 
-    # Bound early: while the interpreter shuts down, the module's own names may be gone.
-    def __del__(self, is_shutting_down=sys.is_finalizing, warn=never_opened) -> None:  # type: ignore[no-untyped-def]
-        if self._life == "made" and not is_shutting_down():
-            warn(f"a {self._kind}")
+    # On the class, because the names of a module may be gone while the interpreter shuts down; and what is dropped by
+    # that is not forgotten.
+    _is_shutting_down = staticmethod(sys.is_finalizing)
+
+    def __del__(self) -> None:
+        if self._life == "made" and not self._is_shutting_down():
+            never_opened(f"a {self._kind}")

@@ -55,12 +55,12 @@ def _tensorboard(writer: Any) -> Sink:
     return write
 
 
-def _centres(histogram: Histogram) -> list[float]:
+def _centers(histogram: Histogram) -> list[float]:
     return [(a + b) / 2 for a, b in zip(histogram.edges, histogram.edges[1:], strict=False)]
 
 
 def _raw(histogram: Histogram) -> tuple[float, float, int, float, float, list[float], list[int]]:
-    pairs = list(zip(_centres(histogram), histogram.counts, strict=True))
+    pairs = list(zip(_centers(histogram), histogram.counts, strict=True))
     total = sum(c * n for c, n in pairs)
     squares = sum(c * c * n for c, n in pairs)
     return (
@@ -80,7 +80,7 @@ def _samples(histogram: Histogram) -> Any:
 
     total = max(sum(histogram.counts), 1)
     times = [round(n * min(1.0, _SAMPLES / total)) for n in histogram.counts]
-    return np.repeat(_centres(histogram), times)
+    return np.repeat(_centers(histogram), times)
 
 
 def _wandb(run: Any) -> Sink:
