@@ -7,6 +7,7 @@ TorchHookError
 ├── AmbiguousCallError   (LookupError)                 the site ran more than once: say which call
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
+├── ArgumentError        (TypeError, ValueError, AssertionError)  a classic name was given what it does not take
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
@@ -67,6 +68,10 @@ class RecordingFileError(TorchHookError, ValueError):
 
 class EditError(TorchHookError, ValueError):
     """An edit produced a value that does not fit the place it was made for."""
+
+
+class ArgumentError(TorchHookError, TypeError, ValueError, AssertionError):
+    """A classic name was given what it does not take; an ``AssertionError`` too, as its ancestors raised."""
 
 
 class SessionError(TorchHookError, RuntimeError):

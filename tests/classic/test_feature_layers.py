@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchhook as th
 from tests.classic.toys import Net, clean, saved
-from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError
+from torchhook.errors import AmbiguousCallError, NeverRanError, NeverRanWarning, SelectorError
 
 
 def test_feature_layers_give_a_list_in_the_order_of_the_paths(net: Net, x: Tensor) -> None:
@@ -43,6 +43,24 @@ def test_features_are_read_by_name_too(net: Net, x: Tensor) -> None:
         features["fc2"]
     with pytest.raises(IndexError):
         features[2]
+
+
+def test_features_are_asked_for_names_and_compared_as_a_dict_would_be(net: Net, x: Tensor) -> None:
+    features, _ = th.FeatureLayers(net, ["head.0", "fc1"])(x)
+    assert "fc1" in features
+    assert "fc2" not in features
+    assert list(features.values()) == list(features)
+    assert features == {"head.0": features[0], "fc1": features[1]}
+    assert features != {"head.0": features[0]}
+    assert features == list(features)
+    assert features != [features[0]]
+
+
+def test_no_paths_give_no_features_whatever_they_are_compared_with(net: Net, x: Tensor) -> None:
+    features, output = th.FeatureLayers(net, [])(x)
+    assert features == {}
+    assert features == []
+    assert torch.equal(output, net(x))
 
 
 def test_a_feature_layer_gives_one_feature_and_the_output(net: Net, x: Tensor) -> None:
@@ -130,17 +148,69 @@ def test_a_glob_among_the_paths_gives_each_layer_under_its_own_name(net: Net, x:
     assert torch.equal(features["fc1:input"], x)
 
 
-def test_a_layer_that_never_ran_is_an_error_and_not_a_none() -> None:
-    class Skips(nn.Module):
+class Skips(nn.Module):
+    """Layers that do not run, for one reason or another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.ReLU()
+        self.branch = nn.Sequential(nn.ReLU())
+        self.attention = nn.MultiheadAttention(4, 1)
+        self.blocks = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.listed = nn.ModuleList([nn.ReLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attention(*[self.used(x)] * 3)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+CAUSES = {
+    "unused": "the model ran without calling it: a branch that was not taken",
+    "branch.0": "the model ran without calling it in 'branch': a branch that was not taken",
+    "attention.out_proj": "nn.MultiheadAttention reads the weights of 'out_proj' without calling it",
+    "blocks": "Or the model calls what it holds one by one: choose 'blocks.0' or 'blocks.1'.",
+}
+
+
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("path", CAUSES)
+@pytest.mark.filterwarnings("ignore::torchhook.errors.NeverRanWarning")
+def test_a_layer_that_never_ran_is_an_error_with_the_cause_and_not_a_none(path: str, attach: bool) -> None:
+    hooked = th.FeatureLayers(Skips(), ["used", path], attach=attach)
+    for _ in range(2):
+        with pytest.raises(NeverRanError) as caught:
+            hooked(torch.ones(2, 4))
+        assert str(caught.value).startswith(f"{path!r} was selected and never ran: ")
+        assert CAUSES[path] in str(caught.value)
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_container_that_cannot_run_is_refused_when_the_wrapper_is_made(attach: bool) -> None:
+    with pytest.raises(SelectorError, match="'listed' is a ModuleList: a container that is never called"):
+        th.FeatureLayers(Skips(), ["listed"], attach=attach)
+
+
+def test_a_layer_that_never_ran_is_reported_as_well() -> None:
+    with pytest.warns(NeverRanWarning, match="'unused'"), pytest.raises(NeverRanError, match="'unused' was selected"):
+        th.FeatureLayers(Skips(), ["unused"])(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_layer_that_ran_twice_is_an_error_that_says_how_to_choose(attach: bool) -> None:
+    class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.used, self.unused = nn.ReLU(), nn.ReLU()
+            self.fc = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
+            return self.fc(self.fc(x))
 
-    with pytest.warns(NeverRanWarning, match="'unused'"), pytest.raises(NeverRanError, match="'unused' was selected"):
-        th.FeatureLayers(Skips(), ["unused"])(torch.ones(1))
+    model, x = Twice(), torch.ones(1, 4)
+    with pytest.raises(AmbiguousCallError, match=r"'fc' ran 2 times.*'fc#0' is the first"):
+        th.FeatureLayer(model, "fc", attach=attach)(x)
+    assert torch.equal(th.FeatureLayer(model, "fc#0")(x)[0], model.fc(x))  # as it says
 
 
 def bare(net: nn.Module, path: str, x: Tensor) -> Tensor:
@@ -248,3 +318,12 @@ def test_layer_candidates_down_to_a_depth(net: Net, depth: int, expected: list[s
     assert list(th.get_layer_candidates(net, max_depth=depth)) == expected
     assert list(th.get_layer_candidates(net)) == ["fc1", "relu", "head"]
     assert iter(found := th.get_layer_candidates(net)) is found
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5])
+def test_a_depth_that_makes_no_sense_is_refused_at_once(net: Net, depth: Any) -> None:
+    for kind in (ValueError, AssertionError):
+        with pytest.raises(kind, match=rf"^max_depth must be a non-negative integer, found {depth}\.$"):
+            th.get_layer_candidates(net, max_depth=depth)
+    with pytest.raises(AssertionError, match=r"^model must be a torch\.nn\.Module, found str\.$"):
+        th.get_layer_candidates("resnet18")  # type: ignore[arg-type]

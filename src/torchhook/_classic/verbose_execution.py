@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook._classic.facade import Facade
 from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.session import Session
@@ -18,10 +19,20 @@ from torchhook._recording.address import Site
 from torchhook._values import tree
 
 
-class VerboseExecution(nn.Module):
+class VerboseExecution(Facade):
     """A model that prints the shape of every direct child's output as it runs.
 
-    ``depth`` goes further down; ``dtype`` and ``time`` add those; ``print`` takes the lines instead.
+    >>> verbose = VerboseExecution(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+    >>> output = verbose(torch.ones(1, 2))
+    0: torch.Size([1, 3])
+    1: torch.Size([1, 3])
+
+    Arguments:
+        model: called as it is; its output is returned.
+        depth: how many levels of layers to print.
+        dtype: add the types of the tensors.
+        time: add the milliseconds that each layer took.
+        print: takes each line instead.
     """
 
     def __init__(
@@ -33,14 +44,15 @@ class VerboseExecution(nn.Module):
         time: bool = False,
         print: Callable[[str], Any] = print,
     ) -> None:
-        super().__init__()
-        self.model = model
+        """Say what to print; hooks are on the model only while it runs."""
+        super().__init__(model)
         self.depth = depth
         self.dtype = dtype
         self.time = time
         self.print = print
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and print a line whenever a layer returns."""
         index = Index(self.model)
         session = Session(self.model, index=index, warn=False)
         for name in (layer.name for layer in layers(self.model, self.depth) if layer.name and not layer.shared_with):
