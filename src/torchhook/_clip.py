@@ -71,6 +71,8 @@ class GradientClip(Openable):
             if tensor is not None and followed.is_new(tensor):
                 session.edit(Target(Site(path, port="grad"), module, name), lambda grad, site: limit(grad))
         everything = list(index.distinct.values())
+        # Before a module runs, its parameters are looked at; before the model does, all: a weight may be used without a
+        # call of the module that holds it.
         for path, module in index.modules.items():
             if not path or module._parameters:
                 session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
@@ -87,6 +89,7 @@ class _Followed:
     def __init__(self, limit: Limit, handles: TensorHandles) -> None:
         self._limit = limit
         self._handles = handles
+        # By identity, with a reference that shows whether it is still the same one: an id is used again.
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
     def is_new(self, tensor: Tensor) -> bool:
@@ -112,6 +115,8 @@ class _Followed:
 
 
 def _clamp(bound: float) -> Limit:
+    # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum of
+    # clamped ones.
     return lambda grad: grad.clamp(-bound, bound)
 
 
@@ -119,6 +124,7 @@ def _norm_limit(index: Index, bound: float) -> Limit:
     """Asked about any gradient, it clips all of them once, when the backward pass has ended."""
     waiting: weakref.ref[Any] | None = None
 
+    # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
     def clip() -> None:
         parameters = {id(p): p for module in index.distinct.values() for p in module._parameters.values()}
         nn.utils.clip_grad_norm_([p for p in parameters.values() if p is not None and p.grad is not None], bound)

@@ -10,7 +10,7 @@ They are called as those of torch-featurelayer are, and differ from them on purp
 - nothing stays behind after a call: no hook if the model raised, and no feature on the wrapper, which would keep the
   graph alive; there is no ``feature_layer_output``;
 - several features are a list in the order of the paths, read by path as a dict is; iterating gives the values;
-- errors are of the same kinds (``AssertionError``, ``AttributeError``), and say more: what was found, the closest names.
+- errors are of the same kinds (``AssertionError``, ``AttributeError``), and say more: what was found, what is close.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class FeatureList(list[Any]):
         return value in self._named if isinstance(value, str) else super().__contains__(value)
 
     def __eq__(self, other: object) -> bool:
+        # Callers that knew a dict compare with one; callers that know a list, with that.
         return self._named == other if isinstance(other, Mapping) else super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
@@ -106,6 +107,7 @@ class _AttachedTap(taps.StaticTap):
         self.attached = attached
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # In a call of the model alone, nobody would ever take the values away again.
         if self.attached.running:
             super().__call__(module, args, output)
 
@@ -146,10 +148,12 @@ class _Featured(Facade):
         if self._attached is not None:
             kept, output = self._attached.run(self.model, args, kwargs)
             for path, values in kept.items():
+                # Raised here and not in a hook: the model has run to its end, as it would have without hooks.
                 if len(values) != 1:
                     raise self._not_once(path, kept)
             return [(path, kept[path][0]) for path in self._attached.paths], output
         targets = self._targets()
+        # By site: a path that was asked for twice is recorded once. Live, because features are there to be trained on.
         session = Session(self.model)
         session.record({target.site: target for _, target in targets}.values(), Keep("live"))
         with session as recording:
@@ -166,6 +170,7 @@ class _Featured(Facade):
                 f"{path!r} ran {len(kept[path])} times, and attach=True takes layers that run once. "
                 f"Without it, '{path}#0' is the first call."
             )
+        # What a session would have counted, so that both ways of hooking give the same cause.
         index, targets, known = Index(self.model), dict(self._targets()), {}
         for other, target in targets.items():
             known[id(target.module)] = tap = taps.Tap(other)
@@ -256,6 +261,7 @@ def get_layer_candidates(model: nn.Module, max_depth: int = 1) -> Iterator[str]:
     >>> list(get_layer_candidates(nn.Sequential(nn.Linear(2, 3), nn.ReLU())))
     ['0', '1']
     """
+    # Not in a generator of its own, which would say nothing until the first name is asked for.
     check_model(model)
     if not isinstance(max_depth, int) or max_depth < 0:
         raise ArgumentError(f"max_depth must be a non-negative integer, found {max_depth!r}.")

@@ -55,8 +55,9 @@ class VerboseExecution(Facade):
         """Call the model, and print a line whenever a layer returns."""
         index = Index(self.model)
         session = Session(self.model, index=index, warn=False)
+        # A module with two names is one hook, and prints under its first.
         for name in (layer.name for layer in layers(self.model, self.depth) if layer.name and not layer.shared_with):
-            module, started = index.modules[name], list[float]()
+            module, started = index.modules[name], list[float]()  # a stack, for a layer that calls itself
             if self.time:
                 session.look(Target(Site(name, port="input"), module), _starter(started))
             session.look(Target(Site(name), module), self._printer(name, started))
@@ -64,11 +65,12 @@ class VerboseExecution(Facade):
             return self.model(*args, **kwargs)
 
     def _printer(self, name: str, started: list[float]) -> Look:
+        # As each layer returns and not at the end: the lines before an error tell where it happened.
         def show(value: Any, call: int) -> None:
             text = _sizes(value)
             if self.dtype:
                 text += " " + "/".join(dict.fromkeys(str(t.dtype) for t in tree.tensors(value)))
-            if started:
+            if started:  # as Python sees it: on a GPU, the time to launch and not to compute
                 text += f" {(time.perf_counter() - started.pop()) * 1e3:.2f} ms"
             self.print(f"{name}: {text}")
 

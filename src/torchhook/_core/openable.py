@@ -27,6 +27,7 @@ class Openable:
         if self._life != "made":
             now = "is open already" if self._life == "open" else "was closed"
             raise SessionError(f"a {self._kind} opens once, and this one {now}. Make a new one: they are cheap.")
+        # Until it has started: after an opening that failed, there is nothing to close and nothing to open again.
         self._life = "closed"
         self._start()
         self._life = "open"
@@ -48,6 +49,7 @@ class Openable:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        # Not so if it was never opened: who closes such a thing believes that it worked, and is to be told.
         if self._life == "open":
             self._life = "closed"
             self._stop(error)

@@ -92,6 +92,7 @@ def guard(
         raise ValueError(f"action={action!r}: use 'raise', 'warn' or 'record'.")
     if allow not in ("-inf", "inf", None):
         raise ValueError(f"allow={allow!r}: use '-inf' (masks), 'inf' (both signs) or None.")
+    # Selectors are resolved now, so that a wrong one is said here; hooks are made when the guard is opened.
     index = Index(model)
     excluded = [] if exclude is None else resolve(index, exclude)
     build = functools.partial(_session, index, excluded, backward)
@@ -101,6 +102,7 @@ def guard(
 def _session(index: Index, excluded: list[Target], backward: bool, judge: Judge) -> Session:
     """The hooks of a guard, not yet on the model."""
     session = Session(index.modules[""], index=index, warn=False)
+    # The gradients of an excluded module's parameters are left alone too; an excluded operation has none of its own.
     spared = {id(module) for t in excluded if t.site.op is None for module in t.module.modules()}
     pending = Pending(index, judge)
     parameters = functools.partial(_parameters, index, spared)

@@ -58,7 +58,7 @@ class AlarmState:
     def __init__(self, limits: Alarms) -> None:
         self.limits = limits
         self.raised: list[Alarm] = []
-        self._said: set[tuple[str, str]] = set()
+        self._said: set[tuple[str, str]] = set()  # once for each site and kind: it rarely goes away by itself
         self._weak: dict[str, int] = {}
         self._usual: dict[str, tuple[int, float]] = {}
         self._alive: dict[str, Tensor] = {}
@@ -99,6 +99,7 @@ class AlarmState:
         norms = {
             site: values["grad_norm"] for site, values in sites.items() if site in compared and "grad_norm" in values
         }
+        # Beside each other: how large gradients are depends on the loss, which is the same for all.
         largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
         for site, norm in norms.items():
             size = sites[site].get("norm")

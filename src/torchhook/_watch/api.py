@@ -84,7 +84,7 @@ def watch(
         bins: the number of bins of a histogram.
         threads: ``"all"`` also measures calls from other threads than the one that opens it.
     """
-    if every != int(every) or every < 1:
+    if every != int(every) or every < 1:  # 10.0 will do: such numbers are often computed
         raise ValueError(f"every={every!r}: expected a number of steps, 1 or more.")
     if steps not in ("calls", "manual"):
         raise ValueError(f"steps={steps!r}: use 'calls' (each call of the model is a step) or 'manual' (call step()).")
@@ -94,6 +94,7 @@ def watch(
     for name in names:
         if name not in STATISTICS:
             raise ValueError(f"{name!r} is not a statistic. {suggestion(name, STATISTICS)}")
+    # In an order of our own, whatever the order asked for: it is that of a CSV file's columns, which may be continued.
     wanted = [
         name
         for name in STATISTICS
@@ -162,7 +163,7 @@ class Watch(Openable):
     def paused(self) -> Iterator[None]:
         """End the running step, and see nothing in this block: validation, for example."""
         self._needs_opening("paused()")
-        self._engine.finish()
+        self._engine.finish()  # or what runs in the block would be taken for more calls of the running step
         before, self._engine.paused = self._engine.paused, True
         try:
             yield
@@ -172,10 +173,11 @@ class Watch(Openable):
     def _start(self) -> None:
         engine = self._engine
         if self._steps == "manual":
-            engine.advance()
+            engine.advance()  # without a hook that counts: between measured steps the model is bare
             return
         index = engine.watched.index
         session = Session(index.modules[""], index=index, threads=self._threads, warn=False)
+        # The hooks know the engine and not this object: one that is dropped must not live on in the model's hooks.
         session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())
         for target in engine.watched.before_step:
             session.look(target, _while_measuring(engine, target))
@@ -209,6 +211,7 @@ class Watch(Openable):
 
     def __del__(self) -> None:
         super().__del__()
+        # The hooks go with this object, so a loop that did not keep it would train on unwatched and in silence.
         saw_nothing = self._life == "open" and self._steps == "calls" and self._engine.next == self._engine.started
         if saw_nothing and not self._is_shutting_down():
             warn(
@@ -220,7 +223,7 @@ class Watch(Openable):
     def table(self) -> Table:
         """The newest statistics as a table."""
         self._needs_opening("table()")
-        names = [name for name in self._engine.watched.wanted if name != "histogram"]
+        names = [name for name in self._engine.watched.wanted if name != "histogram"]  # which fits no cell
         title = f"step {self.history[-1].step}" if self.history else "no step measured yet"
         rows = [
             [site or "(model)", *(_cell(values.get(name)) for name in names)]
@@ -246,6 +249,7 @@ def _cell(value: Any) -> str:
 
 def _while_measuring(engine: Engine, target: Target) -> Callable[[Any, int], None]:
     def look(value: Any, call: int) -> None:
+        # This hook outlives the steps, so it asks each time which one is running, if any.
         if engine.step is not None:
             engine.step.look(str(target.site), False)(value, call)
 

@@ -22,7 +22,7 @@ from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
 
-_INWARD = ("input", "grad_input")
+_INWARD = ("input", "grad_input")  # seen from a hook before the module runs
 
 
 class Snapshot(NamedTuple):
@@ -78,6 +78,7 @@ class Watched:
             if self.gradients and is_output:
                 session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
         if self.gradients:
+            # As the model holds them now: layers are frozen, unfrozen and replaced while a model trains.
             for name, target in self.parameters.items():
                 tensor = live_tensor(target)
                 if tensor.requires_grad:
@@ -159,6 +160,7 @@ class Engine:
 
     def _begin(self, number: int) -> None:
         watched = self.watched
+        # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
         step = Step(number, watched.measure, Units(watched.index), float(scale))
         self._norms = self._weights.begin(watched.trained(), step.ledger)
@@ -169,6 +171,7 @@ class Engine:
 
     def abandon(self) -> Step | None:
         """Take the hooks of the running step away."""
+        # Before anything that may fail: no hook may write to a step that is over.
         step, self.step = self.step, None
         session, self._session = self._session, None
         if session is not None:
@@ -184,10 +187,11 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
-        self._weights.clear()
+        self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
 
     def finish(self) -> None:
         """End the running step, if it is a measured one, and tell what was found."""
+        # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
         step = self.abandon()
         if step is None or not step.ran:
             return

@@ -48,7 +48,7 @@ class Step:
                 if self._measure.needed:
                     self._values.setdefault(key, []).append(self._moments.of(tensor))
                 mask = self.units.alive(tensor) if rectifies else None
-                if mask is not None:
+                if mask is not None:  # a unit lives that lived in any call of the step
                     before = self._masks.get(key)
                     self._masks[key] = mask if before is None or before.shape != mask.shape else before | mask
 
@@ -96,6 +96,7 @@ class Step:
         self, wanted: Sequence[str], weights: dict[str, int], updates: dict[str, int], alarms: AlarmState | None
     ) -> dict[str, dict[str, Any]]:
         """Read all numbers at once: statistics by site, modules first."""
+        # Everything is noted before anything is read: one transfer for the whole step.
         dead = {site: self.ledger.note((~mask).sum()) for site, mask in self._masks.items()}
         window = alarms.add_live_units(self._masks) if alarms is not None else {}
         dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
@@ -103,6 +104,7 @@ class Step:
         found = {site: summarise(parts, numbers, wanted) for site, parts in self._values.items()}
         for site, key in dead.items():
             _note(found, site, "dead", numbers[key] / self._masks[site].numel())
+        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
         for site, keys in self._gradients.items():
             _note(found, site, "grad_norm", self._unscaled(math.hypot(*(numbers[key] for key in keys))))
         for site, key in weights.items():
@@ -130,6 +132,7 @@ class _Latest:
         self._result: Any = None
 
     def of(self, tensor: Tensor) -> Any:
+        # An inference tensor counts no versions, so a write to it would go unnoticed.
         version = -1 if tensor.is_inference() else tensor._version
         if version == -1 or version != self._version or self._tensor() is not tensor:
             self._result = self._function(tensor)
@@ -148,6 +151,7 @@ def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _dense(gradient: Tensor) -> Tensor:
+    # Coalesced: a row that was looked up twice is there twice, and only the sum of the two is its gradient.
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -156,6 +160,6 @@ def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) 
 
 
 def _ratio(update: float, weight: float) -> float:
-    if weight == 0:
+    if weight == 0:  # initialized at zero: any step is infinitely far, except none
         return 0.0 if update == 0 else math.inf
     return update / weight
