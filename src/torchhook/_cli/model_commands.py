@@ -230,7 +230,10 @@ def _means(wanted: str, address: str) -> bool:
     asked, site = parse(wanted), parse(address)
     if asked.call is None:
         site = site.every_call
-    return asked.but(path="") == site.but(path="") and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
+    return (
+        asked.but(path="") == site.but(path="")
+        and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
+    )
 
 
 def _show_diff(found: Diff, json: bool) -> None:
