@@ -8,6 +8,7 @@ TorchHookError
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
 ├── TransformError       (ValueError)                  a transform does not fit the value it meets
+├── ArgumentError        (TypeError, ValueError, AssertionError)  a classic name was given what it does not take
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
@@ -98,6 +99,10 @@ class EditError(TorchHookError, ValueError):
 
 class TransformError(TorchHookError, ValueError):
     """A transform does not fit the value it meets."""
+
+
+class ArgumentError(TorchHookError, TypeError, ValueError, AssertionError):
+    """A classic name was given what it does not take; an ``AssertionError`` too, as its ancestors raised."""
 
 
 class SessionError(TorchHookError, RuntimeError):

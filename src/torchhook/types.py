@@ -6,6 +6,7 @@
 
 from torchhook._cam.result import CAM
 from torchhook._capture import Stopped
+from torchhook._clip import GradientClip
 from torchhook._core.session import Session
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.image_folder import ImageFolder
@@ -28,6 +29,7 @@ __all__ = [
     "Estimate",
     "Features",
     "Finding",
+    "GradientClip",
     "Guard",
     "ImageFolder",
     "Record",

@@ -169,6 +169,7 @@ class Session:
 
         ``running`` says that this happens in a hook before the model's own call, which is then seen from here on.
         """
+        self._given_as = ""
         if self._stops:
             raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
         if running:
@@ -212,7 +213,6 @@ class Session:
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
-        self._given_as = ""  # whoever closes it knows of it
         self._close(None)
 
     remove = close

@@ -13,8 +13,10 @@ from torchhook._core.select import Target
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
 
+# Only those whose output is exactly zero for all that is below zero: a unit of a GELU or a leaky ReLU still learns.
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
 _RECTIFYING = frozenset({"relu", "relu_", "relu6"})
+# They know the number of dims by their name, where a convolution knows it by its kernel.
 _SPATIAL = ("InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 _BY_RANK = {rank: tuple(getattr(nn, f"{kind}{rank}d") for kind in _SPATIAL) for rank in (1, 2, 3)}
 
@@ -49,9 +51,11 @@ class Units:
             return None
         unit = self._dims.get(tensor.shape)
         if unit is None:
+            # In a model with both kinds, three dims may be (N, C, T) or (N, T, D): better no answer than a wrong one.
             if tensor.dim() == 3 and self._sequences:
                 return None
             unit = 2 if tensor.dim() == 3 else 1
+        # Nothing is below zero after a rectifier, so the greatest value tells, in one pass and without a copy.
         return tensor.detach().amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
 
 
@@ -70,7 +74,7 @@ def _unit_dim(module: nn.Module, dims: int) -> int | None:
     elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)):
         dim = 1
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        dim = dims - 1 if len(module.normalized_shape) == 1 else -1
+        dim = dims - 1 if len(module.normalized_shape) == 1 else -1  # over several dims, none of them is that of units
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         dim = dims - 1
     else:
