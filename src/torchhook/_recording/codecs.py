@@ -36,8 +36,8 @@ class Codec(NamedTuple):
 class Writer:
     """Writes values as codes, each with the first codec that takes it, and puts their tensors aside."""
 
-    def __init__(self, codecs: Sequence[Codec]) -> None:
-        self.codecs = codecs
+    def __init__(self, of_tensors: Sequence[Codec], of_values: Sequence[Codec]) -> None:
+        self._of_tensors, self._of_values = of_tensors, of_values
         self.tensors: dict[str, Tensor] = {}
         self._node: Node | None = None
         self._versions = {1}
@@ -62,7 +62,7 @@ class Writer:
                 self._tensor_codes[id(value)] = value, self._code(value, None)
             return self._tensor_codes[id(value)][1]
         if id(value) in self._above or len(self._above) > _DEEPEST:
-            return {"opaque": list(opaque(value))}
+            return {OPAQUE.tag: list(opaque(value))}
         self._above.add(id(value))
         node = (OUTSIDE if self._node is None else self._node.below).open(value)
         code = self._code(value, node)
@@ -86,10 +86,11 @@ class Writer:
     def _key(self, key: Any) -> Code:
         """A key that cannot be written keeps its address in the value: that is its ``str``."""
         code = self.one(key)
-        return {"opaque": list(opaque(key, str))} if "opaque" in code and not isinstance(key, Opaque) else code
+        return {OPAQUE.tag: list(opaque(key, str))} if OPAQUE.tag in code else code
 
     def _code(self, value: Any, node: Node | None) -> Code:
-        codec = next(codec for codec in self.codecs if codec.takes(value, node))
+        codecs = self._of_tensors if isinstance(value, Tensor) else self._of_values
+        codec = next(codec for codec in codecs if codec.takes(value, node))
         self._versions.add(codec.since)
         return {codec.tag: codec.write(value, self if node is None else self._below(node))}
 
@@ -131,13 +132,21 @@ class Reader:
 
 
 def opaque(value: Any, show: Callable[[Any], str] = repr) -> Opaque:
-    """What is left of a value that cannot be written."""
+    """What is left of a value that cannot be written: itself, if that is all that was left of another."""
+    if isinstance(value, Opaque):
+        return value
     kind = type(value)
     try:
-        text = show(value)[:200]
+        text = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else show(value)[:200]
     except Exception as error:  # a user's class may do anything
         text = f"its {show.__name__} raised {type(error).__name__}"
     return Opaque(f"{kind.__module__}.{kind.__qualname__}", text)
+
+
+OPAQUE = Codec(
+    "opaque", lambda value, node: node is None, lambda value, _: list(opaque(value)), lambda body, _: Opaque(*body)
+)
+"""Takes whatever no codec before it took, unless it is a node."""
 
 
 def _distinct(value: Any, taken: Mapping[Any, Any]) -> Any:
@@ -150,6 +159,6 @@ def _distinct(value: Any, taken: Mapping[Any, Any]) -> Any:
             return value
     except TypeError:
         pass
-    kind, text = value if isinstance(value, Opaque) else opaque(value)
+    kind, text = opaque(value)
     names = (Opaque(kind, f"{text} ({number})") for number in count(2))
     return next(name for name in names if name not in taken)

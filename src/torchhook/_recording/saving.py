@@ -1,7 +1,7 @@
 """Values to files and back: tensors as safetensors, everything around them as JSON. No pickle.
 
-A value is written as a tree of small JSON objects, each with one tag; ``CODECS`` lists the tags. What JSON cannot say
-(a function, a generator) is written as its type and repr, and read back as an ``Opaque``.
+A value is written as a tree of small JSON objects, each with one tag: ``TENSORS`` and ``VALUES`` list them. What JSON
+cannot say (a function, a generator) is written as its type and repr, and read back as an ``Opaque``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ FORMAT = "torchhook.recording"
 VERSION = 2
 """What this version reads. A file says the lowest version that has all of its tags, so that older readers open it."""
 
-CODECS = (*TENSORS, *VALUES)
-
 
 def save(path: str | os.PathLike[str], values: list[Any], about: dict[str, Any]) -> Path:
     """Write values and a JSON-able description of them as one file."""
-    writer = Writer(CODECS)
+    writer = Writer(TENSORS, VALUES)
     document = {
         "values": writer.several(values),
         "about": about,
@@ -54,7 +52,7 @@ def load(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
                 f"{path} has format version {version}; this torchhook reads up to {VERSION}: pip install -U torchhook."
             )
         document = json.loads(metadata["recording"])
-        return Reader(CODECS, tensors).several(document["values"]), document["about"]
+        return Reader((*TENSORS, *VALUES), tensors).several(document["values"]), document["about"]
 
 
 @contextlib.contextmanager

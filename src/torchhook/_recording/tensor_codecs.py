@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchhook._recording import tensor_file
-from torchhook._recording.codecs import Codec, Reader, Writer
-from torchhook._values.loaded import Opaque
+from torchhook._recording.codecs import OPAQUE, Codec, Reader, Writer
 from torchhook._values.nodes import Node
 
 _COMPRESSED = {
@@ -145,13 +145,9 @@ def _read_bits(body: Any, reader: Reader) -> Tensor:
     return bits.view(getattr(torch, body[0]))
 
 
-def _of(test: Any) -> Any:
+def _of(test: Callable[[Tensor], bool]) -> Callable[[Any, Node | None], bool]:
     """Takes the tensors for which ``test`` is true."""
-
-    def takes(value: Any, node: Node | None) -> bool:
-        return isinstance(value, Tensor) and bool(test(value))
-
-    return takes
+    return lambda tensor, node: test(tensor)
 
 
 TENSORS: tuple[Codec, ...] = (
@@ -170,14 +166,5 @@ TENSORS: tuple[Codec, ...] = (
         lambda tensor, writer: writer.keep(_plain(tensor)),
         lambda body, reader: reader.tensors[body],
     ),
-    Codec(
-        "opaque",
-        _of(lambda t: True),
-        lambda tensor, writer: [_type_name(tensor), f"{tensor.dtype} of shape {tuple(tensor.shape)}"],
-        lambda body, reader: Opaque(*body),
-    ),
+    OPAQUE,
 )
-
-
-def _type_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

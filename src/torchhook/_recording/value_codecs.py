@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from torchhook._recording.codecs import Codec, Reader, Writer, opaque
+from torchhook._recording.codecs import OPAQUE, Codec, Reader, Writer
 from torchhook._recording.tensor_codecs import name
-from torchhook._values.loaded import Opaque, loaded, named, named_tuple
+from torchhook._values.loaded import loaded, named, named_tuple
 from torchhook._values.nodes import Node
 from torchhook._values.tree import Inputs
 
@@ -38,6 +38,11 @@ def _where(test: Callable[[Any], bool]) -> Takes:
 
 
 # -- leaves -------------------------------------------------------------------------------------------
+
+
+def _is_json(value: Any) -> bool:
+    kind = type(value)
+    return kind is str or kind is int or kind is bool or value is None or (kind is float and math.isfinite(value))
 
 
 def _as_is(value: Any, _: Any) -> Any:
@@ -86,8 +91,7 @@ def _read_text(body: Any, reader: Reader) -> Any:
 
 
 LEAVES: tuple[Codec, ...] = (
-    Codec("leaf", _of(type(None), bool, int, str), _as_is, _as_is),
-    Codec("leaf", _where(lambda value: type(value) is float and math.isfinite(value)), _as_is, _as_is),
+    Codec("leaf", _where(_is_json), _as_is, _as_is),
     Codec("float", _of(float), lambda value, _: repr(value), lambda body, _: float(body)),
     Codec(
         "complex",
@@ -109,7 +113,6 @@ LEAVES: tuple[Codec, ...] = (
     Codec("numpy_str", _of(np.str_), lambda value, _: str(value), lambda body, _: np.str_(body), since=2),
     Codec("numpy_bytes", _of(np.bytes_), _write_bytes, lambda body, _: np.bytes_(base64.b64decode(body)), since=2),
     Codec("text", _where(_is_text), _write_text, _read_text, since=2),
-    Codec("opaque", _of(Opaque), lambda value, _: list(value), lambda body, _: Opaque(*body)),
 )
 
 
@@ -133,12 +136,7 @@ UNOPENED: tuple[Codec, ...] = (
     Codec("slice", _of(slice), _write_slice, lambda body, reader: slice(*reader.several(body)), since=2),
     Codec("set", _of(set), _write_set, lambda body, reader: set(reader.distinct(body)), since=2),
     Codec("frozenset", _of(frozenset), _write_set, lambda body, reader: frozenset(reader.distinct(body)), since=2),
-    Codec(
-        "opaque",
-        lambda value, node: node is None,
-        lambda value, _: list(opaque(value)),
-        lambda body, _: Opaque(*body),
-    ),
+    OPAQUE,
 )
 """After these there is nothing left but nodes."""
 

@@ -102,7 +102,8 @@ def named(name: str, base: type) -> Any:
     """A class that differs from ``base`` in its name; the same one for the same name, so that types can be compared."""
     found = _classes.get((name, base))
     if found is None:
-        found = _classes[name, base] = type(name, (base,), {"__reduce__": _reduced, "__module__": __name__})
+        body = {"__reduce__": _reduced, "__copy__": _copied, "__module__": __name__}
+        found = _classes[name, base] = type(name, (base,), body)
     return found
 
 
@@ -130,6 +131,10 @@ def _unknown(value: Loaded, name: object) -> str:
 def _reduced(value: Any) -> Any:
     base = type(value).__bases__[0]
     return _remade, (type(value).__name__, base, _contents(value), {} if base is Loaded else vars(value))
+
+
+def _copied(value: Any) -> Any:
+    return _remade(*_reduced(value)[1])  # a deque's own way forgets the attributes
 
 
 def _contents(value: Any) -> tuple[Any, ...]:

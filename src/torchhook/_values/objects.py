@@ -6,7 +6,7 @@ import contextlib
 import copy
 import enum
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -163,6 +163,8 @@ def copied(value: Any) -> Any:
     """Another object like ``value``, or ``value`` itself if there is no way to make one."""
     with contextlib.suppress(Exception):  # a user's class may do anything
         result = copy.copy(value)
+        if isinstance(value, (deque, defaultdict)) and hasattr(value, "__dict__"):
+            vars(result).update(vars(value))  # which their own way of copying forgets
         if result is not value:
             return result
     kind: Any = type(value)
