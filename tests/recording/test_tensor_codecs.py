@@ -146,8 +146,11 @@ def test_complex_halves_come_back_to_the_bit(tmp_path: Path) -> None:
     assert torch.view_as_real(found).tolist() == [[1, 2], [0, -3.5]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu])
-def test_floats_of_eight_bits_come_back_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_floats_of_eight_bits_come_back_to_the_bit(tmp_path: Path, name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip("this torch has no such dtype")
+    dtype = getattr(torch, name)
     value = torch.arange(256, dtype=torch.uint8).view(dtype)
     found = round_trip(value, tmp_path)
     assert found.dtype == dtype

@@ -5,6 +5,7 @@ A code is a JSON object with one tag and its body: ``{"complex": ["1.0", "-2.0"]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
@@ -152,13 +153,12 @@ OPAQUE = Codec(
 def _distinct(value: Any, taken: Mapping[Any, Any]) -> Any:
     """The value itself; its text with a number, if it reads like another.
 
-    Objects may have been told apart by identity alone, and what is left of a class may have no hash.
+    Objects may have been told apart by identity alone, and what is left of a class may have no hash, or hold tensors
+    that cannot be compared.
     """
-    try:
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if value not in taken:
             return value
-    except TypeError:
-        pass
     kind, text = opaque(value)
     names = (Opaque(kind, f"{text} ({number})") for number in count(2))
     return next(name for name in names if name not in taken)
