@@ -70,15 +70,9 @@ def split(start: int, rows: int, value: Any) -> Iterator[Batch]:
         yield Batch(start + i, 1, _row(value, i, rows), {}, lambda: iter(()))
 
 
-def _row(value: Any, i: int, rows: int, inside: Any = None) -> Any:
+def _row(value: Any, i: int, rows: int) -> Any:
     """Row ``i`` of all that has one entry per row; the rest as it is."""
-    if _per_row(value, rows):
-        return value[i : i + 1]
-    node = tree.unpack(value, inside)
-    if node is None:
-        return value
-    below = node.inside if inside is None else inside
-    return node.rebuild([_row(child, i, rows, below) for child in node.children])
+    return tree.map_parts(lambda part: part[i : i + 1], value, where=lambda part: _per_row(part, rows))
 
 
 def _per_row(value: Any, rows: int) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._recording import saving
+from torchhook._recording import saving, tensor_codecs
 from torchhook._recording.address import Site, readings, shown
 from torchhook._recording.tables import Table, size
 from torchhook._values import tree
+from torchhook._values.loaded import Opaque
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
 
 
@@ -53,7 +54,7 @@ def _common(texts: Iterator[str]) -> str:
 def _nbytes(tensor: Tensor) -> int:
     if tensor.layout == torch.strided and not tensor.is_nested:
         return tensor.nbytes
-    return sum(_nbytes(part) for part in saving.parts(tensor))
+    return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
 
 
 Row = tuple[int, int, Any]
@@ -307,7 +308,16 @@ class Recording:
         notes = [f"not recorded, in other threads: {shown(s)} ({_times(n)})" for s, n in self.elsewhere.items()]
         notes += [f"recomputed in the backward pass: {shown(s)} ({_times(n)})" for s, n in self.recomputed.items()]
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
+        notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
+
+    def _unsaved(self) -> dict[str, list[Site]]:
+        """What a file could not hold, by its type, and the sites that it was part of."""
+        found: dict[str, list[Site]] = {}
+        for record in self.records():
+            for kind in sorted({leaf.kind for leaf in _opaque(record.value)}):
+                found.setdefault(kind, []).append(record.site)
+        return found
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -338,6 +348,17 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
+def _opaque(value: Any) -> Iterator[Opaque]:
+    for _, leaf in tree.leaves(value):
+        parts = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Opaque))
+
+
+def _listed(sites: list[Site]) -> str:
+    names = list(dict.fromkeys(site.shown for site in sites))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _plain(site: Site) -> list[Any]:
     return [site.path, site.op, site.port]
 
@@ -345,7 +366,8 @@ def _plain(site: Site) -> list[Any]:
 def load(path: str | Path) -> Recording:
     """Open a recording that ``Recording.save`` wrote. No pickle, no model, nothing of the user's code is run.
 
-    Named tuples, dataclasses and model outputs come back as ``Loaded`` objects with the same fields.
+    Dataclasses, model outputs and other objects come back as ``Loaded`` objects with the same fields, and what a file
+    cannot hold as an ``Opaque`` that names it.
     """
     values, about = saving.load(path)
     recording = Recording()
