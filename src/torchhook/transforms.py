@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.statistics import by_row
 
 __all__ = ["Rows", "Transform", "cast", "compose", "pick", "pool", "slice", "statistics", "tokens", "topk"]
 
@@ -147,17 +148,7 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
 
 
 def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    dims = tuple(range(1, tensor.dim())) if dims is None else dims
-    real = tensor if tensor.is_floating_point() else tensor.float()
-    if not dims:
-        real, tensor, dims = real[:, None], tensor[:, None], (1,)
-    return {
-        "mean": real.mean(dims),
-        "std": real.std(dims, unbiased=False),
-        "min": real.amin(dims),
-        "max": real.amax(dims),
-        "zeros": (tensor == 0).float().mean(dims),
-    }
+    return by_row(tensor, dims)
 
 
 class _Pick:

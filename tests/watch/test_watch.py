@@ -22,9 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.oracle import BareHooks, assert_same, copies, snapshot
+from torchhook._values.histograms import Histogram
 from torchhook._watch.alarms import Alarms
 from torchhook._watch.api import watch
-from torchhook._watch.statistics import DEFAULT, Histogram
+from torchhook._watch.statistics import DEFAULT
 from torchhook.errors import NeverRanWarning, SelectorError, SessionError, TrainingWarning
 
 VALUES = ("mean", "std", "min", "max", "zeros", "nans", "norm")
@@ -224,10 +225,11 @@ def test_nested_outputs_have_a_row_for_each_tensor_and_its_gradient() -> None:
         assert w.last[f"lstm[{leaf}]"]["grad_norm"] == pytest.approx(square_norm(gradient), rel=1e-5)
 
 
-def test_outputs_without_elements_or_tensors_are_passed_over() -> None:
+def test_outputs_without_elements_that_can_be_read_are_passed_over() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return {"empty": x[:0], "text": "a", "none": None, "x": x}
+            packed = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+            return {"empty": x[:0], "text": "a", "none": None, "packed": packed, "x": x}
 
     model = nn.Sequential(Odd())
     with watch(model, gradients=False) as w:
@@ -777,6 +779,13 @@ def test_histograms_are_of_the_finite_values() -> None:
         assert sum(found["histogram"].counts) == 100
         assert found["histogram"].edges == pytest.approx(edges.tolist(), rel=1e-5)
     assert "histogram" not in none
+
+
+def test_a_histogram_of_huge_values_loses_nobody() -> None:
+    model = nn.Sequential(nn.Identity())
+    with watch(model, statistics=["histogram"], bins=4, alarms=False) as w:
+        model(torch.tensor([-3e38, 0.0, 0.0, 3e38]))
+    assert w.last["0"]["histogram"].counts == [1, 0, 2, 1]
 
 
 def test_a_histogram_of_equal_values_counts_those_that_are_numbers() -> None:

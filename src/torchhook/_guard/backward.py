@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from torchhook._core import hooks, scope
 from torchhook._core.recompute import graph_task
-from torchhook._guard.checks import UNREADABLE
 from torchhook._guard.events import Passing, Place
 from torchhook._guard.findings import Kind
 from torchhook._guard.operations import STILL_NODES, Named, named
 from torchhook._guard.pending import Window
+from torchhook._values.elements import UNREADABLE
 
 _next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 _ACCUMULATES = 1 << 62  # AccumulateGrad, which is the parameter's and not the run's, has the largest number there is

@@ -18,10 +18,11 @@ from torchhook._core import hooks
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.recompute import graph_task
-from torchhook._guard.checks import probe, storage
 from torchhook._guard.events import Crossing, Passing
 from torchhook._guard.judge import Judge
 from torchhook._guard.operations import Named
+from torchhook._values.finite import probe
+from torchhook._values.memory import storage
 
 _LENGTH = 64
 _BYTES = 1 << 28

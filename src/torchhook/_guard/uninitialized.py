@@ -7,7 +7,8 @@ import math
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchhook._guard.checks import elements, storage
+from torchhook._values.elements import floats
+from torchhook._values.memory import storage
 
 
 class Blank:
@@ -36,7 +37,7 @@ class Blank:
 
 def written(before: Tensor, after: Tensor) -> Tensor:
     """What an operation wrote to blank memory, with 0 where it left alone what was there."""
-    old, new = elements(before), elements(after)
+    old, new = floats(before), floats(after)
     if old is None or new is None or old.shape != new.shape:
         return after
     return new.masked_fill((old == new) | (old.isnan() & new.isnan()), 0)
@@ -44,5 +45,5 @@ def written(before: Tensor, after: Tensor) -> Tensor:
 
 def without_nan(before: Tensor) -> Tensor:
     """What was in blank memory: a NaN there is nobody's input, an infinity may have been written on purpose."""
-    old = elements(before)
+    old = floats(before)
     return before if old is None else old.nan_to_num(0.0, math.inf, -math.inf)

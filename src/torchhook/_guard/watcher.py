@@ -17,12 +17,13 @@ from torchhook._core.functional import Listener
 from torchhook._core.recompute import graph_task
 from torchhook._core.scope import Scope
 from torchhook._guard.backward import Follower
-from torchhook._guard.checks import copied, origin, storage
+from torchhook._guard.checks import copied
 from torchhook._guard.events import Passing, Place
 from torchhook._guard.judge import Judge
 from torchhook._guard.operations import BLANK, FILLS, Named, arguments, is_still, named, overwritten, results
 from torchhook._guard.pending import Window
 from torchhook._guard.uninitialized import Blank, without_nan
+from torchhook._values.memory import origin, storage
 
 
 class Watcher(Listener):

@@ -13,8 +13,11 @@ from torch import Tensor
 from torchhook._core.hooks import after_backward
 from torchhook._core.taps import Look
 from torchhook._values import tree
+from torchhook._values.elements import measurable
+from torchhook._values.moments import norm
+from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._watch.alarms import Bell
-from torchhook._watch.statistics import Ledger, Measure, Moments, measurable, norm, summarise
+from torchhook._watch.statistics import Ledger
 from torchhook._watch.units import Units
 
 
@@ -29,14 +32,15 @@ class Step:
         self.units = units
         self._measure = measure
         self._loss_scale = loss_scale
-        self._values: dict[str, list[Moments]] = {}
+        self._values: dict[str, list[Measured]] = {}
+        """Where their numbers are in the ledger."""
         self._masks: dict[str, Tensor] = {}
         self._gradients: dict[str, list[int]] = {}
         self._parameter_gradients: dict[str, int] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
         self._settling: weakref.ref[Any] | None = None
         ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
-        self._moments = _Latest(lambda tensor: measure(tensor, ledger))
+        self._moments = _Latest(lambda tensor: measure(tensor).map(ledger.note))
         self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
 
     # -- what hooks call -----------------------------------------------------------------------
@@ -100,7 +104,10 @@ class Step:
         window = bell.saw(self._masks) if bell is not None else {}
         dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
         numbers = self.ledger.read()
-        found = {site: summarise(parts, numbers, wanted) for site, parts in self._values.items()}
+        found = {
+            site: summarize([part.map(numbers.__getitem__) for part in parts], wanted)
+            for site, parts in self._values.items()
+        }
         for site, key in dead.items():
             _note(found, site, "dead", numbers[key] / self._masks[site].numel())
         for site, keys in self._gradients.items():
