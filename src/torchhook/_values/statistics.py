@@ -86,7 +86,7 @@ class Measured(NamedTuple):
 
     def map(self, function: Callable[[Any], Any]) -> Measured:
         """The same with a function applied to all that is there but the size."""
-        return Measured(self.size, *(None if value is None else function(value) for value in self[1:]))
+        return Measured(self.size, *[value if value is None else function(value) for value in self[1:]])
 
 
 class Measure:
