@@ -37,8 +37,9 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch.nn.attention.bias.CausalBias._materialize": ("attended", "CausalBias._materialize"),
     "torch.utils._pytree.SUPPORTED_NODES": ("saved", RIGHT),
     "torch._make_per_tensor_quantized_tensor": ("saved", "_make_per_tensor_quantized_tensor"),
-    "torch.nn.modules.batchnorm._BatchNorm": ("watched", RIGHT),
-    "torch.nn.modules.conv._ConvNd": ("watched", RIGHT),
+    "torch._C._len_torch_function_stack": ("heard", "_len_torch_function_stack"),
+    "torch._C._get_function_stack_at": ("heard", "_get_function_stack_at"),
+    "torch._C._pop_torch_function_stack": ("heard", "_pop_torch_function_stack"),
 }
 
 

@@ -64,6 +64,13 @@ def test_statistics_are_per_row():
     assert tf.statistics()(torch.tensor([3, 0]))["zeros"].tolist() == [0.0, 1.0]
 
 
+def test_statistics_are_of_every_kind_of_number():
+    found = tf.statistics()(torch.tensor([[3 + 4j, 0j]]))
+    expected = {"mean": [2.5], "std": [2.5], "min": [0.0], "max": [5.0], "zeros": [0.5]}
+    assert {name: value.tolist() for name, value in found.items()} == expected
+    assert tf.statistics()(torch.tensor([[1.0, 3.0]]).to(torch.float8_e5m2))["mean"].tolist() == [2.0]
+
+
 def test_transforms_map_over_nested_values_and_leave_other_leaves():
     found = tf.pool()((x3, {"a": x4, "b": None}, "text"))
     assert torch.equal(found[0], x3.mean(1))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchhook import _torch
 from torchhook._core import calling
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
@@ -146,7 +147,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
         args, kwargs = as_arguments(value)
         arguments = dict(zip(_NATIVE, args, strict=False)) | kwargs
         arguments |= {"need_weights": True, "average_attn_weights": False}
-        taken(_batched(torch._native_multi_head_attention(*(arguments[name] for name in _NATIVE))[1]))
+        taken(_batched(_torch.attention_weights(arguments[name] for name in _NATIVE)))
 
     def softmax(value: Any, call: int) -> None:
         if isinstance(value, Tensor) and _is_map(value, module):
@@ -232,8 +233,7 @@ def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
     from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
 
     if isinstance(mask, CausalBias):
-        plain: Tensor = mask._materialize(device)
-        return plain
+        return _torch.materialized(mask, device)
     raise TypeError(
         f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "
         "call uses: attention knows plain tensors and the causal biases of torch.nn.attention.bias."

@@ -234,10 +234,10 @@ def register_pytree_node(
 
 
 _quantized = "to read a quantized tensor back"
-quantized_per_tensor = _find(
+quantized_per_tensor: Callable[..., Tensor] = _find(
     "_make_per_tensor_quantized_tensor", _missing("_make_per_tensor_quantized_tensor", _quantized)
 )
-quantized_per_channel = _find(
+quantized_per_channel: Callable[..., Tensor] = _find(
     "_make_per_channel_quantized_tensor", _missing("_make_per_channel_quantized_tensor", _quantized)
 )
 
@@ -248,16 +248,6 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
     return tensor._indices(), tensor._values()
-
-
-BatchNorms: tuple[type[nn.Module], ...] = (
-    _find("modules.batchnorm._BatchNorm", nn.BatchNorm2d, nn),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-)
-Convolutions: tuple[type[nn.Module], ...] = (
-    _find("modules.conv._ConvNd", nn.Conv2d, nn),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def compiler_is_loaded() -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
 
@@ -161,17 +162,7 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
 
 
 def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    dims = tuple(range(1, tensor.dim())) if dims is None else dims
-    real = tensor if tensor.is_floating_point() else tensor.float()
-    if not dims:
-        real, tensor, dims = real[:, None], tensor[:, None], (1,)
-    return {
-        "mean": real.mean(dims),
-        "std": real.std(dims, unbiased=False),
-        "min": real.amin(dims),
-        "max": real.amax(dims),
-        "zeros": (tensor == 0).float().mean(dims),
-    }
+    return by_row(tensor, dims)
 
 
 def pick(address: str | int) -> Transform:

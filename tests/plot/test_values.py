@@ -127,6 +127,7 @@ def test_of_a_nested_value_the_first_floating_point_tensor_counts() -> None:
     assert found is not None
     assert found.shape == (3,)
     assert first("text") is None
+    assert first(torch.zeros(2, dtype=torch.uint8).view(torch.bits8)) is None
 
 
 def test_values_come_by_site_and_call() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.watch.helpers import X, hooks_on, mlp
+from torchhook._values.histograms import Histogram
 from torchhook._watch.api import watch
-from torchhook._watch.statistics import DEFAULT, Histogram
+from torchhook._watch.statistics import DEFAULT
 
 
 class Writer:

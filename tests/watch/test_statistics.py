@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.oracle import BareHooks, copies
 from tests.watch.helpers import VALUES, assert_close, by_numpy
+from torchhook._values.histograms import Histogram
 from torchhook._watch.api import watch
-from torchhook._watch.statistics import Histogram
 
 
 def test_every_layer_of_a_resnet_has_the_statistics_of_what_bare_hooks_cloned() -> None:
@@ -196,3 +196,10 @@ def test_a_histogram_of_equal_values_counts_those_that_are_numbers() -> None:
     with watch(model, statistics=["histogram"], bins=4, alarms=False) as w:
         model(torch.tensor([2.0, 2.0, math.nan, math.inf]))
     assert w.last["relu"]["histogram"] == Histogram([2, 0, 0, 0], [2.0] * 5)
+
+
+def test_a_histogram_of_huge_values_loses_nobody() -> None:
+    model = nn.Sequential(nn.Identity())
+    with watch(model, statistics=["histogram"], bins=4, alarms=False) as w:
+        model(torch.tensor([-3e38, 0.0, 0.0, 3e38]))
+    assert w.last["0"]["histogram"].counts == [1, 0, 2, 1]

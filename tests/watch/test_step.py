@@ -54,10 +54,11 @@ def test_nested_outputs_have_a_row_for_each_tensor_and_its_gradient() -> None:
         assert w.last[f"lstm[{leaf}]"]["grad_norm"] == pytest.approx(square_norm(gradient), rel=1e-5)
 
 
-def test_outputs_without_elements_or_tensors_are_passed_over() -> None:
+def test_outputs_without_elements_that_can_be_read_are_passed_over() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return {"empty": x[:0], "text": "a", "none": None, "x": x}
+            packed = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+            return {"empty": x[:0], "text": "a", "none": None, "packed": packed, "x": x}
 
     model = nn.Sequential(Odd())
     with watch(model, gradients=False) as w:

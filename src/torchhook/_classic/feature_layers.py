@@ -30,7 +30,7 @@ from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
 from torchhook._layers import layers
 from torchhook._recording.address import Site
-from torchhook._values import tree
+from torchhook._torch import register_pytree_node
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, suggestion
 
 
@@ -70,7 +70,7 @@ class FeatureList(list[Any]):
         return iter(self._named.items())
 
 
-tree.register(
+register_pytree_node(
     FeatureList, lambda f: (list(f), f._paths), lambda new, paths: FeatureList(list(zip(paths, new, strict=True)))
 )
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from torchhook import _torch
 from torchhook._core.index import Index, is_callable
 from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
@@ -126,7 +126,7 @@ def _parameters(index: Index, spared: set[int]) -> Iterator[tuple[str, nn.Module
 
 def _quietly(function: Callable[[nn.Module, Any, int], None], module: nn.Module) -> Look:
     def look(value: Any, call: int) -> None:
-        with torch._C.DisableTorchFunction():  # or the listener would hear all of this
+        with _torch.unheard():  # or the listener would hear all of this
             function(module, value, call)
 
     return look

@@ -12,21 +12,19 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import hooks, scope
-from torchhook._core.recompute import graph_task
-from torchhook._guard.checks import UNREADABLE
 from torchhook._guard.events import Event, Location
 from torchhook._guard.findings import Kind
 from torchhook._guard.operations import VIEW_NODES, Named, named
 from torchhook._guard.pending import Pending
+from torchhook._torch import current_node, graph_task, next_sequence_number, sequence_number
+from torchhook._values.elements import UNREADABLE
 
 # Autograd numbers its steps in the order in which they are made, for each thread: that tells the steps of this run from
 # older ones, and those of this operation from those of its inputs.
-_next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
 _ACCUMULATES = 1 << 62  # AccumulateGrad, which is the parameter's and not the run's, has the largest number there is
 
 Gradients = tuple[Tensor | None, ...]
@@ -56,13 +54,13 @@ class BackwardWatcher:
 
     def begin_run(self, run: int) -> None:
         self._run = run
-        self._run_begins = _next_number()
+        self._run_begins = next_sequence_number()
         self._known.clear()
         if self.enabled:
             self._await_parameters()
 
     def begin_op(self) -> None:
-        self._op_begins = _next_number()
+        self._op_begins = next_sequence_number()
 
     def follow(self, outputs: Iterable[Tensor], location: Location) -> None:
         """Hook the steps that belong to a location, and those of functions that nobody saw."""
@@ -73,7 +71,7 @@ class BackwardWatcher:
             node = todo.pop()
             if node is None:
                 continue
-            number = node._sequence_nr()
+            number = sequence_number(node)
             if number < self._run_begins or number in self._known or number >= _ACCUMULATES:
                 continue
             self._known.add(number)
@@ -112,7 +110,7 @@ class BackwardWatcher:
             return
 
         def event() -> Event:
-            node, task = torch._C._current_autograd_node(), graph_task()
+            node, task = current_node(), graph_task()
             name = None if node is None else node.name()
             came, made = _numbered(incoming), _numbered(outgoing)
             return Event(location, "backward", came, made, saved=_saved(node), node=name, task=task)

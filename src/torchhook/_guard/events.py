@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchhook._guard.checks import Origin
 from torchhook._guard.findings import Kind, Phase
 from torchhook._guard.operations import Named
 from torchhook._recording.address import Site
+from torchhook._values.memory import Origin
 
 
 class Location(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchhook._recording.address import Site
+from torchhook._values.elements import dtype_name
 
 Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside"]
 Phase = Literal["forward", "backward"]
@@ -47,7 +48,7 @@ class Statistics(NamedTuple):
         return ", ".join(f"{n} {what}" for n, what in counts if n) or "all finite"
 
     def __str__(self) -> str:
-        kind = f"{self.name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        kind = f"{self.name} {self.shape} {dtype_name(self.dtype)}"
         if self.min is None:
             return f"{kind}: {self.bad}"
         numbers = f"min {self.min:.4g}, max {self.max:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"

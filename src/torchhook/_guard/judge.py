@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
-from torchhook._guard.checks import Origin, describe, may_be_bad, origin, reach
+from torchhook._guard.checks import describe
 from torchhook._guard.events import Crossing, Event, Location
 from torchhook._guard.findings import Finding, Kind, Statistics
 from torchhook._guard.masks import Masks
 from torchhook._guard.uninitialized import only_written
 from torchhook._recording.address import Site
+from torchhook._values.finite import may_be_bad
+from torchhook._values.memory import Origin, origin, reach
 
 
 class _Suspect(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchhook._guard.checks import storage
 from torchhook._values import tree
+from torchhook._values.memory import storage
 
 Named = list[tuple[str, Tensor]]
 

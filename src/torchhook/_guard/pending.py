@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torchhook._core import hooks
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.recompute import graph_task
-from torchhook._guard.checks import probe, storage
 from torchhook._guard.events import Crossing, Event
 from torchhook._guard.judge import Judge
 from torchhook._guard.operations import Named
+from torchhook._torch import graph_task
+from torchhook._values.finite import probe
+from torchhook._values.memory import storage
 
 # As few waits as possible, but what waits is kept alive: a limit on the number of sums, and one on the memory of what
 # they are the sums of.

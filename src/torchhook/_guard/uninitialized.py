@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchhook._guard.checks import elements, storage
+from torchhook._torch import storage_ref
+from torchhook._values.elements import floats
+from torchhook._values.memory import storage
 
 
 class Uninitialized:
@@ -16,7 +18,7 @@ class Uninitialized:
     def __init__(self) -> None:
         # By address, which may be used again once memory was freed. A weak reference keeps the address taken (not the
         # memory), so that no other tensor is mistaken for this one.
-        self._memory: dict[int | None, StorageWeakRef] = {}
+        self._memory: dict[int | None, Any] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
         return bool(self._memory) and storage(tensor) in self._memory
@@ -24,7 +26,7 @@ class Uninitialized:
     def add(self, tensor: Tensor) -> None:
         memory = storage(tensor)
         if memory is not None:
-            self._memory[memory] = StorageWeakRef(tensor.untyped_storage())
+            self._memory[memory] = storage_ref(tensor)
 
     def mark_filled(self, tensor: Tensor) -> None:
         """All of this tensor was written; if it is a view, the rest of its memory was not."""
@@ -37,7 +39,7 @@ class Uninitialized:
 
 def only_written(before: Tensor, after: Tensor) -> Tensor:
     """What an operation wrote to uninitialized memory, with 0 where it left alone what was there."""
-    old, new = elements(before), elements(after)
+    old, new = floats(before), floats(after)
     if old is None or new is None or old.shape != new.shape:
         return after
     return new.masked_fill((old == new) | (old.isnan() & new.isnan()), 0)
@@ -46,5 +48,5 @@ def only_written(before: Tensor, after: Tensor) -> Tensor:
 def without_nan(before: Tensor) -> Tensor:
     """What was in uninitialized memory, less its NaNs."""
     # Nobody put a NaN there, so it is nobody's input; an infinity may be one that the model filled in as a mask.
-    old = elements(before)
+    old = floats(before)
     return before if old is None else old.nan_to_num(0.0, math.inf, -math.inf)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
-from torchhook._core.recompute import graph_task
 from torchhook._core.scope import Scope
 from torchhook._guard.backward import BackwardWatcher
-from torchhook._guard.checks import copied, origin, storage
+from torchhook._guard.checks import copied
 from torchhook._guard.events import Event, Location
 from torchhook._guard.judge import Judge
 from torchhook._guard.operations import (
@@ -32,6 +31,8 @@ from torchhook._guard.operations import (
 )
 from torchhook._guard.pending import Pending
 from torchhook._guard.uninitialized import Uninitialized, without_nan
+from torchhook._torch import graph_task
+from torchhook._values.memory import origin, storage
 
 
 class Watcher(Listener):

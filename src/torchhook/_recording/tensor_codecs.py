@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook import _torch
 from torchhook._recording import tensor_file
 from torchhook._recording.codecs import OPAQUE, Codec, Reader, Writer
 from torchhook._values.nodes import Node
@@ -25,7 +26,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_nested:
         return list(tensor.unbind())
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return list(_torch.sparse_parts(tensor))
     if tensor.layout in _COMPRESSED:
         first, second = _COMPRESSED[tensor.layout]
         return [getattr(tensor, first)(), getattr(tensor, second)(), tensor.values()]
@@ -102,7 +103,7 @@ def _write_quantized(tensor: Tensor, writer: Writer) -> Any:
 
 
 def _read_quantized(body: Any, reader: Reader) -> Tensor:
-    return torch._make_per_tensor_quantized_tensor(reader.one(body[1]), body[2], body[3])
+    return _torch.quantized_per_tensor(reader.one(body[1]), body[2], body[3])
 
 
 def _write_channels(tensor: Tensor, writer: Writer) -> Any:
@@ -113,7 +114,7 @@ def _write_channels(tensor: Tensor, writer: Writer) -> Any:
 
 def _read_channels(body: Any, reader: Reader) -> Tensor:
     integers, scales, zeros = reader.several(body[1:4])
-    return torch._make_per_channel_quantized_tensor(integers, scales, zeros, body[4])
+    return _torch.quantized_per_channel(integers, scales, zeros, body[4])
 
 
 # -- dense ------------------------------------------------------------------------------------------------

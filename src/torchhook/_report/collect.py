@@ -21,11 +21,12 @@ from torchhook._report import inputs as shown
 from torchhook._report import pictures
 from torchhook._report.facts import Layer, Page, Picture, Token, Weight
 from torchhook._report.findings import findings
-from torchhook._report.measure import dtype, rms
 from torchhook._report.observe import View, observe
 from torchhook._report.score import Score, likely, name_of
 from torchhook._report.timing import seconds
 from torchhook._values import tree
+from torchhook._values.elements import dtype_name
+from torchhook._values.moments import rms
 from torchhook._values.targets import Goal, is_function
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
@@ -146,7 +147,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight(name: str, tensor: Tensor) -> Weight:
-    return Weight(name, tree.describe(tensor), dtype(tensor), tensor.requires_grad, rms(tensor), None)
+    return Weight(name, tree.describe(tensor), dtype_name(tensor.dtype), tensor.requires_grad, rms(tensor), None)
 
 
 # -- other runs -----------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
 def _about(model: nn.Module, layers: list[Layer], times: dict[str, float], train: bool) -> list[tuple[str, str]]:
     parameters = list(dict.fromkeys(model.parameters()))
     devices = dict.fromkeys(str(p.device) for p in parameters)
-    dtypes = dict.fromkeys(dtype(p) for p in parameters)
+    dtypes = dict.fromkeys(dtype_name(p.dtype) for p in parameters)
     whole, total = times.get(""), sum(p.numel() for p in parameters)
     return [
         ("layers", f"{len(layers) - 1:,}"),

@@ -17,9 +17,11 @@ from torchhook._recording.address import Site
 from torchhook._report import pictures
 from torchhook._report.facts import Call, Layer
 from torchhook._report.layout import Layouts
-from torchhook._report.measure import dtype, numbers, rms
+from torchhook._report.measure import numbers
 from torchhook._report.score import Score, score
 from torchhook._values import tree
+from torchhook._values.elements import dtype_name
+from torchhook._values.moments import rms
 from torchhook._values.targets import Goal
 from torchhook._values.tree import Inputs
 
@@ -153,7 +155,7 @@ class _Looker:
         leaf, tensor = _main(value)
         seen = Call(
             shape=tree.describe(value),
-            dtype="/".join(dict.fromkeys(map(dtype, tensors))) or "-",
+            dtype="/".join(dict.fromkeys(dtype_name(t.dtype) for t in tensors)) or "-",
             device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
             nbytes=sum(t.nbytes for t in tensors if t.layout == torch.strided and not t.is_nested),
             order=next(self._order),

@@ -1,8 +1,6 @@
 """The kinds of nodes: how each of them opens into its parts, and is made again from others.
 
 ``KINDS`` lists them; the first that a value belongs to opens it. What no kind opens is a leaf.
-
-This is the only file that knows torch's pytree registry.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils import _pytree
 
+from torchhook._torch import pytree_nodes
 from torchhook._values import objects
 from torchhook._values.loaded import Loaded
 
@@ -71,11 +69,6 @@ OUTSIDE = Walker()
 """Opens what was handed in from outside."""
 
 
-def register(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], rebuild: Callable[[Any, Any], Any]) -> None:
-    """Let torch open a class of this library as it opens tuples; ``torch.export`` returns no others."""
-    _pytree.register_pytree_node(kind, flatten, rebuild, serialized_type_name=f"torchhook.{kind.__name__}")
-
-
 # -- openers ----------------------------------------------------------------------------------------
 
 
@@ -109,7 +102,7 @@ def _tuple(value: Any, walker: Walker) -> Node:
 
 def _registered(value: Any, walker: Walker) -> Node:
     """A class that torch's registry knows; so are the outputs of transformers."""
-    registered = _pytree.SUPPORTED_NODES[type(value)]
+    registered = pytree_nodes[type(value)]
     found, context = registered.flatten_fn(value)
     children = list(found)
     named = isinstance(value, dict) and len(value) == len(children)
@@ -202,7 +195,7 @@ def _is(*kinds: type) -> Belongs:
 
 
 def _is_registered(value: Any) -> bool:
-    return type(value) in _pytree.SUPPORTED_NODES and type(value) not in objects.SIMPLE_CONTAINERS
+    return type(value) in pytree_nodes and type(value) not in objects.SIMPLE_CONTAINERS
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from torchhook._values.loaded import Opaque
-from torchhook._values.nodes import OUTSIDE, Node, Walker, register
+from torchhook._values.nodes import OUTSIDE, Node, Walker
 
 __all__ = [
     "Inputs",
@@ -25,7 +25,6 @@ __all__ = [
     "map_parts",
     "map_tensors",
     "put",
-    "register",
     "same_structure",
     "tensors",
     "unpack",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.nodes import Node
 
 _FEW = 4
 """A tensor of so many elements is shown by its numbers, one of more by its shape."""
@@ -78,7 +79,7 @@ def same(one: Any, other: Any) -> bool:
     return alike and all(map(same, first.children, second.children))
 
 
-def _open(value: Any) -> tree.Node | None:
+def _open(value: Any) -> Node | None:
     """One level of a nested value; another value object knows itself what it is compared by."""
     return None if isinstance(value, ValueObject) else tree.unpack(value)
 

@@ -19,10 +19,11 @@ from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
+from torchhook._values.histograms import Histogram
 from torchhook._watch.alarms import Alarm, Alarms
 from torchhook._watch.engine import Engine, Snapshot, Watched
 from torchhook._watch.sinks import sinks
-from torchhook._watch.statistics import DEFAULT, STATISTICS, Histogram
+from torchhook._watch.statistics import DEFAULT, STATISTICS
 from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
 
 Steps = Literal["calls", "manual"]

@@ -15,9 +15,9 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
+from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.sinks import Sink
-from torchhook._watch.statistics import Measure
 from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights

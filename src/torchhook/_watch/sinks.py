@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchhook._watch.statistics import Histogram
+from torchhook._values.histograms import Histogram
 
 Sites = Mapping[str, Mapping[str, Any]]
 Sink = Callable[[int, Sites], None]

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from torchhook._core.hooks import after_backward
 from torchhook._core.taps import Look
+from torchhook._torch import version
 from torchhook._values import tree
+from torchhook._values.elements import measurable
+from torchhook._values.moments import norm
+from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._watch.alarms import AlarmState
-from torchhook._watch.statistics import Ledger, Measure, Moments, measurable, norm, summarise
+from torchhook._watch.statistics import Ledger
 from torchhook._watch.units import Units
 
 
@@ -29,14 +33,15 @@ class Step:
         self.units = units
         self._measure = measure
         self._loss_scale = loss_scale
-        self._values: dict[str, list[Moments]] = {}
+        self._values: dict[str, list[Measured]] = {}
+        """Where their numbers are in the ledger."""
         self._masks: dict[str, Tensor] = {}
         self._gradients: dict[str, list[int]] = {}
         self._parameter_gradients: dict[str, int] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
         self._waiting: weakref.ref[Any] | None = None
         ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
-        self._moments = _Latest(lambda tensor: measure(tensor, ledger))
+        self._moments = _Latest(lambda tensor: measure(tensor).map(ledger.note))
         self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
 
     # -- what hooks call -----------------------------------------------------------------------
@@ -78,16 +83,16 @@ class Step:
                 read = functools.partial(self._read_sums)
                 self._waiting = weakref.ref(read)
                 after_backward(read)
-            self._awaited[site] = (parameter, id(before), before._version)
+            self._awaited[site] = (parameter, id(before), version(before))
 
         return look
 
     def _read_sums(self) -> None:
         awaited, self._awaited = self._awaited, {}
-        for site, (parameter, identity, version) in awaited.items():
+        for site, (parameter, identity, known) in awaited.items():
             total = parameter.grad
             # Unchanged after autograd.grad, which hands its gradients out instead.
-            if total is not None and (id(total) != identity or total._version != version):
+            if total is not None and (id(total) != identity or version(total) != known):
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(total)))
 
     # -- at the end ----------------------------------------------------------------------------
@@ -101,7 +106,10 @@ class Step:
         window = alarms.add_live_units(self._masks) if alarms is not None else {}
         dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
         numbers = self.ledger.read()
-        found = {site: summarise(parts, numbers, wanted) for site, parts in self._values.items()}
+        found = {
+            site: summarize([part.map(numbers.__getitem__) for part in parts], wanted)
+            for site, parts in self._values.items()
+        }
         for site, key in dead.items():
             _note(found, site, "dead", numbers[key] / self._masks[site].numel())
         # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
@@ -133,10 +141,10 @@ class _Latest:
 
     def of(self, tensor: Tensor) -> Any:
         # An inference tensor counts no versions, so a write to it would go unnoticed.
-        version = -1 if tensor.is_inference() else tensor._version
-        if version == -1 or version != self._version or self._tensor() is not tensor:
+        now = -1 if tensor.is_inference() else version(tensor)
+        if now == -1 or now != self._version or self._tensor() is not tensor:
             self._result = self._function(tensor)
-            self._tensor, self._version = weakref.ref(tensor), version
+            self._tensor, self._version = weakref.ref(tensor), now
         return self._result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -14,6 +13,9 @@ from torch import Tensor
 
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.elements import dense, readable
+from torchhook._values.finite import finite
+from torchhook._values.histograms import inner_range, with_room
 from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch
 from torchhook.errors import MissingRecordError
 
@@ -73,17 +75,9 @@ def first(value: Any) -> Tensor | None:
         value = torch.from_numpy(np.ascontiguousarray(value))
     found = list(tree.tensors(value))
     chosen = next((t for t in found if t.is_floating_point() or t.is_complex()), next(iter(found), None))
-    if chosen is None or chosen.device.type == "meta":
+    if chosen is None or not readable(chosen):
         return None
-    chosen = chosen.detach()
-    if chosen.is_nested:
-        chosen = torch.nested.to_padded_tensor(chosen, math.nan)
-    if chosen.is_quantized:
-        chosen = chosen.dequantize()
-    if chosen.layout != torch.strided:
-        chosen = chosen.to_dense()
-    if chosen.is_complex():
-        chosen = chosen.abs()
+    chosen = dense(chosen)
     return chosen.to("cpu", torch.float64 if chosen.dtype == torch.float64 else torch.float32)
 
 
@@ -152,39 +146,29 @@ def chosen(wanted: Iterable[Any], count: int, what: str) -> list[int]:
     return [n % count for n in whole]
 
 
-def doubles(tensor: Tensor) -> Array:
-    """All values in a row, in double precision: the sums and squares of large ones do not fit into less."""
-    array: Array = tensor.double().numpy().ravel()
-    return array
-
-
 def limits(array: Array, clip: float = 1.0, center: bool = False) -> tuple[float, float]:
     """The range of colors: the finite values without ``clip`` percent at either end, never empty.
 
     ``center`` makes it symmetric about zero.
     """
-    finite = array[np.isfinite(array)].astype(np.float64)
-    if not finite.size:
+    good = array[np.isfinite(array)].astype(np.float64)
+    if not good.size:
         return 0.0, 1.0
-    low, high = (float(v) for v in np.percentile(finite, [clip, 100 - clip]))
+    low, high = inner_range(good, clip)
     if low == high:
-        low, high = float(finite.min()), float(finite.max())
+        low, high = float(good.min()), float(good.max())
     if center:
         low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
-    if low == high:
-        room = max(0.5, abs(low) * 1e-3)
-        return low - room, high + room
-    return low, high
+    return with_room(low, high)
 
 
 def flaws(array: Array) -> str:
     """What a picture does not show by itself: NaN, infinities, a constant."""
-    bad = int((~np.isfinite(array)).sum())
+    part = finite(torch.from_numpy(np.array(array)))
     said = []
-    if bad:
-        kind = "NaN" if np.isnan(array).sum() == bad else "Inf" if not np.isnan(array).any() else "NaN and Inf"
-        said.append(f"{bad / array.size:.0%} {kind}" if bad * 100 >= array.size else f"{bad} {kind}")
-    finite = array[np.isfinite(array)]
-    if finite.size > 1 and finite.min() == finite.max():
-        said.append(f"constant {float(finite.flat[0]):.3g}")
+    if part.bad:
+        kind = "NaN" if part.nans == part.bad else "Inf" if not part.nans else "NaN and Inf"
+        said.append(f"{part.bad / array.size:.0%} {kind}" if part.bad * 100 >= array.size else f"{part.bad} {kind}")
+    if part.values.numel() > 1 and bool((part.values == part.values[0]).all()):
+        said.append(f"constant {float(part.values[0]):.3g}")
     return ", ".join(said)
