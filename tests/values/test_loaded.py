@@ -97,7 +97,7 @@ MADE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))], ids=str)
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])
 @pytest.mark.parametrize("value", MADE.values(), ids=MADE)
 def test_copies_and_pickles_are_the_same_again(value: Any, again: Callable[[Any], Any]) -> None:
     if hasattr(value, "__dict__") and not isinstance(value, Loaded):
