@@ -20,6 +20,7 @@ _MANY_ZEROS = 0.1
 def numbers(tensor: Tensor, last: bool | None = None) -> Numbers | None:
     """Statistics of a tensor, or ``None`` if it has no values to look at; ``last`` says whether channels are last.
 
+    >>> import torch
     >>> found = numbers(torch.tensor([0.0, 1.0, 2.0, float("nan")]))
     >>> found.mean, found.nans, found.elements
     (1.0, 1, 4)
