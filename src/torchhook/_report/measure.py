@@ -21,6 +21,7 @@ _FEW_POSITIONS = 16  # with fewer, a channel that is zero everywhere says nothin
 def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
     """Statistics of a tensor, or ``None`` if it has no values to look at; its shape tells the layout if nothing else.
 
+    >>> import torch
     >>> found = numbers(torch.tensor([0.0, 1.0, 2.0, float("nan")]))
     >>> found.mean, found.nans, found.elements
     (1.0, 1, 4)
