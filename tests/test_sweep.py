@@ -425,7 +425,7 @@ def test_metrics_that_are_equal_are_told_of() -> None:
     with pytest.warns(UserWarning, match="nothing lies between them") as caught:
         found = sweep(model, clean, clean, margin, sites="head")
     assert caught[0].filename == __file__
-    assert found.normalised.isnan().all()
+    assert found.normalized.isnan().all()
     assert f"the metric is {found.clean:.6g} for the clean and for the corrupted input" in str(found).splitlines()[-1]
     with pytest.warns(UserWarning, match="is nan for the clean input"):
         found = sweep(model, *prompts(), lambda out: math.nan, sites="head", positions=[0])

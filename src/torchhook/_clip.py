@@ -56,13 +56,13 @@ class GradientClip(Openable):
     _kind = "gradient clip"
 
     def __init__(self, index: Index, limit: Limit) -> None:
-        self._index = index
-        self._limit = limit
+        self._plan: tuple[Index, Limit] | None = (index, limit)
         self._session: Session | None = None
         self._made()
 
     def _start(self) -> None:
-        index, limit = self._index, self._limit
+        assert self._plan is not None
+        index, limit = self._plan
         # A parameter is the same one in every thread, and so is its gradient.
         session = Session(index.modules[""], index=index, threads="all", warn=False)
         followed = _Followed(limit, session.handles)
@@ -76,11 +76,13 @@ class GradientClip(Openable):
         for path, module in index.modules.items():
             if not path or module._parameters:
                 session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
-        self._session = session.open()
+        self._session = session
+        session.open()
 
     def _stop(self, error: BaseException | None) -> None:
         assert self._session is not None
         self._session.close()
+        self._session = self._plan = None
 
 
 class _Followed:

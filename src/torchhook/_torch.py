@@ -20,11 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from torchhook.errors import TorchHookError
-
-
-class MissingTorchName(TorchHookError, RuntimeError):
-    """This torch lacks something that TorchHook cannot do without here."""
+from torchhook.errors import TorchVersionError
 
 
 def _find(path: str, default: Any, root: Any = torch) -> Any:
@@ -38,7 +34,7 @@ def _find(path: str, default: Any, root: Any = torch) -> Any:
 
 def _missing(path: str, purpose: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise MissingTorchName(
+        raise TorchVersionError(
             f"torch {torch.__version__} has no {path}, which TorchHook needs {purpose}. Use a version of torch that "
             "the README names, or a newer TorchHook."
         )

@@ -18,6 +18,7 @@ TorchHookError
 │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
 │   ├── IncompleteStoreError (LookupError)             shards are missing
 │   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
+├── TorchVersionError    (RuntimeError)                this torch lacks something that is needed here
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
@@ -40,6 +41,7 @@ from typing import Any
 
 __all__ = [
     "AmbiguousCallError",
+    "ArgumentError",
     "BrokenShardError",
     "EditError",
     "ExtractError",
@@ -57,8 +59,11 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "StoreMismatchError",
+    "TargetError",
     "TorchHookError",
+    "TorchVersionError",
     "TrainingWarning",
+    "TransformError",
 ]
 
 
@@ -149,6 +154,10 @@ class IncompleteStoreError(ExtractError, LookupError):
 
 class BrokenShardError(ExtractError, ValueError):
     """A shard is truncated, altered, or was not written by TorchHook."""
+
+
+class TorchVersionError(TorchHookError, RuntimeError):
+    """This version of torch lacks something that TorchHook cannot do without here."""
 
 
 class MissingExtraError(TorchHookError, ImportError):

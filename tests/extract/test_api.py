@@ -287,7 +287,7 @@ def test_several_tensors_of_one_layer_are_several_columns(tmp_path, truth):
 
 
 def test_a_transform_may_be_keyed_by_any_selector(tmp_path, truth):
-    narrow, wide = transforms.slice(0, 2), transforms.slice(0, 5)
+    narrow, wide = transforms.narrow(0, 2), transforms.narrow(0, 5)
     net = jobs.Net()
     ways = [
         {"*": narrow, "second": wide},

@@ -22,6 +22,7 @@ from torchhook._values import tree
 from torchhook._values.loaded import Loaded, Opaque
 from torchhook._version import __version__
 from torchhook.errors import RecordingFileError
+from torchhook.types import Recording, Site
 
 # -- what real models return -----------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ def test_a_key_value_cache_is_printed_walked_and_saved_again(tmp_path: Path) -> 
     cache = cache_utils.DynamicCache()
     for layer in range(2):
         cache.update(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), layer)
-    rec = th.Recording("Net")
-    rec.open_store(th.Site("")).put((0, 0, (torch.ones(2), cache)))
+    rec = Recording("Net")
+    rec.open_store(Site("")).put((0, 0, (torch.ones(2), cache)))
     loaded = th.load(rec.save(tmp_path / "a"))
     assert "DynamicCache{layers=[DynamicLayer{keys=(1, 2, 3, 4), values=(1, 2, 3, 4)" in str(loaded)
     layer = loaded[""][1].layers[1]

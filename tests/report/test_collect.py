@@ -190,7 +190,7 @@ def test_a_report_says_in_which_mode_the_model_ran(train: bool) -> None:
     modes: list[bool] = []
     model = Photo().train(not train)
     model.stem[0].register_forward_hook(lambda module, args, output: modes.append(module.training))
-    page = collect(model, X, train=train, cam=None, repeats=1)
+    page = collect(model, X, train=train, cam=None, attention=False, repeats=1)  # maps are those of evaluation mode
     assert set(modes) == {train}
     assert dict(page.about)["mode"] == ("train" if train else "eval")
     assert model.training is not train

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchhook._cam import perturb
 from torchhook._cam.inputs import Subject, subject
 from torchhook._cam.layer_choice import choose, map_leaf, watch_grids
-from torchhook._cam.methods import BY_GRADIENT, eigencam, known_method, weighted
+from torchhook._cam.methods import BY_GRADIENT, METHODS, eigencam, known_method, weighted
 from torchhook._cam.result import CAM, stretch, upsample
 from torchhook._core import calling
 from torchhook._core.index import Index
@@ -23,6 +23,8 @@ from torchhook._values import tree
 from torchhook._values.layout import Grids, Layout, infer, known_kind
 from torchhook._values.targets import Goal, Scores
 from torchhook.errors import AmbiguousCallError, LayoutError, NeverRanError, SelectorError
+
+__all__ = ["CAM", "METHODS", "cam", "known_method"]
 
 Reshape = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import nn
 
-from torchhook._cam.methods import METHODS, known_method
+from torchhook._cam.api import METHODS, known_method
 from torchhook._capture import Stopped
 from torchhook._capture import run as run_once
 from torchhook._cli import console, inputs, models, options

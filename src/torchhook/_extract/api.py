@@ -14,11 +14,11 @@ from torchhook._extract import job
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.forward import Transforms
-from torchhook._extract.image_folder import ImageFolder
+from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._features.api import Features
 
-__all__ = ["Estimate", "ImageFolder", "extract"]
+__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract"]
 
 
 def extract(

@@ -23,6 +23,8 @@ from torchhook._guard.watcher import Watcher
 from torchhook._recording.address import Site
 from torchhook.errors import GuardError, GuardWarning, NeverRanWarning, warn
 
+__all__ = ["Finding", "Guard", "guard"]
+
 Action = Literal["raise", "warn", "record"]
 
 
@@ -31,24 +33,28 @@ class Guard(Openable):
 
     _kind = "guard"
 
-    def __init__(self, judge: Judge, build: Callable[[Judge], Session]) -> None:
-        self._judge = judge
-        self._build = build
+    def __init__(self, found: dict[Any, Finding], build: Callable[[], Session]) -> None:
+        self._found = found
+        self._build: Callable[[], Session] | None = build
         self._session: Session | None = None
         self._made()
 
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, one for each site, in the order found."""
-        return list(self._judge.findings.values())
+        return list(self._found.values())
 
     def _start(self) -> None:
-        self._session = self._build(self._judge).open()
+        assert self._build is not None
+        self._session = self._build()
+        self._session.open()
 
     def _stop(self, error: BaseException | None) -> None:
         session = self._session
         assert session is not None
         session.close()
+        # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
+        self._session = self._build = None
         missing = session.recording.missing
         # After an error the model may not have come to run, and the error says why.
         if error is None and len(missing) == len(session.sites):
@@ -69,6 +75,7 @@ def guard(
 ) -> Guard:
     """Stop at the first NaN or Inf, forward or backward, and name what made it.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(dim=-1), nn.Linear(2, 2))
     >>> _ = nn.init.constant_(model[0].bias, float("-inf"))
     >>> with guard(model, action="record") as g:
@@ -95,8 +102,8 @@ def guard(
     # Selectors are resolved now, so that a wrong one is said here; hooks are made when the guard is opened.
     index = Index(model)
     excluded = [] if exclude is None else resolve(index, exclude)
-    build = functools.partial(_session, index, excluded, backward)
-    return Guard(Judge(index, Masks(allow), _reporter(action)), build)
+    judge = Judge(index, Masks(allow), _reporter(action))
+    return Guard(judge.findings, functools.partial(_session, index, excluded, backward, judge))
 
 
 def _session(index: Index, excluded: list[Target], backward: bool, judge: Judge) -> Session:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._attention import attention
-from torchhook._cam.api import cam
-from torchhook._cam.methods import known_method
+from torchhook._cam.api import cam, known_method
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.select import Selector

@@ -26,6 +26,8 @@ from torchhook._watch.sinks import sinks
 from torchhook._watch.statistics import DEFAULT, STATISTICS
 from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
 
+__all__ = ["Alarm", "Alarms", "Snapshot", "Watch", "watch"]
+
 Steps = Literal["calls", "manual"]
 
 
@@ -124,6 +126,8 @@ class Watch(Openable):
         self._steps = steps
         self._threads: Threads = threads
         self._session: Session | None = None
+        self._wanted = engine.watched.wanted
+        self._sites = len(engine.watched.targets)
         self._made()
 
     @property
@@ -182,7 +186,8 @@ class Watch(Openable):
         session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())
         for target in engine.watched.before_step:
             session.look(target, _while_measuring(engine, target))
-        self._session = session.open()
+        self._session = session
+        session.open()
 
     def _stop(self, error: BaseException | None) -> None:
         try:
@@ -193,6 +198,9 @@ class Watch(Openable):
             self._engine.close(finished=error is None)
         if error is None:
             self._report()
+        # Whoever keeps the watch for its history does not keep the model.
+        self._session = None
+        del self._engine.watched
 
     def _report(self) -> None:
         """Warn about what never ran."""
@@ -224,7 +232,7 @@ class Watch(Openable):
     def table(self) -> Table:
         """The newest statistics as a table."""
         self._needs_opening("table()")
-        names = [name for name in self._engine.watched.wanted if name != "histogram"]  # which fits no cell
+        names = [name for name in self._wanted if name != "histogram"]  # which fits no cell
         title = f"step {self.history[-1].step}" if self.history else "no step measured yet"
         rows = [
             [site or "(model)", *(_cell(values.get(name)) for name in names)]
@@ -235,7 +243,7 @@ class Watch(Openable):
 
     def __repr__(self) -> str:
         state = "not open yet" if self._life == "made" else f"{self._life}, {len(self.history)} snapshots"
-        return f"<watch of {len(self._engine.watched.targets)} sites: {state}>"
+        return f"<watch of {self._sites} sites: {state}>"
 
     def __str__(self) -> str:
         return repr(self) if self._life == "made" else str(self.table())
