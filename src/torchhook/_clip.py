@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook._core.hooks import TensorHandles, after_backward, on_gradient
+from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.index import Index
 from torchhook._core.openable import Openable
 from torchhook._core.select import Target
@@ -111,7 +111,7 @@ class _Followed:
             for module in modules:
                 for tensor in module._parameters.values():
                     if tensor is not None and self.is_new(tensor):
-                        self._handles.add(on_gradient(tensor, self._limit))
+                        self._handles.on_gradient(tensor, self._limit)
 
         return look
 

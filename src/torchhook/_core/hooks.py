@@ -48,8 +48,17 @@ class TensorHandles:
         self._handles: list[RemovableHandle] = []
         self._prune_at = 256
 
-    def add(self, *handles: RemovableHandle) -> None:
-        self._handles.extend(handles)
+    def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+        """Call ``function`` with the tensor's gradient; what it returns takes its place."""
+        self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
+        self._prune()
+
+    def on_node(self, node: Node, function: Callable[[Any, Any], None]) -> None:
+        """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
+        self._handles.append(on_node(node, function))
+        self._prune()
+
+    def _prune(self) -> None:
         if len(self._handles) >= self._prune_at:
             self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
             self._prune_at = 2 * len(self._handles) + 256

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torchhook import _torch
-from torchhook._core.hooks import TensorHandles, on_gradient, on_node
+from torchhook._core.hooks import TensorHandles
 from torchhook._torch import sequence_number, version
 
 TensorHook = Callable[[Tensor], Tensor | None]
@@ -57,7 +57,7 @@ def listen(tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
     """Hand ``hook`` all that flows into a tensor."""
     whole = _torch.base(tensor) if counts_versions(tensor) else None
     if whole is None or whole.is_leaf or not whole.requires_grad or whole.dtype != tensor.dtype:
-        handles.add(on_gradient(tensor, hook))
+        handles.on_gradient(tensor, hook)
         return
     written, part = Written(tensor), Part(tensor, whole)
 
@@ -70,7 +70,8 @@ def listen(tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
         new = hook(part.of(grad))
         return None if new is None else part.put(grad, new)
 
-    handles.add(on_gradient(tensor, at_view), on_gradient(whole, at_whole))
+    handles.on_gradient(tensor, at_view)
+    handles.on_gradient(whole, at_whole)
 
 
 class Alias:
@@ -84,7 +85,7 @@ class Alias:
         self._read: Tensor | None = None
         self._through_write: Tensor | None = None
         self._is_written = False
-        handles.add(on_gradient(self.tensor, self._at_alias))
+        handles.on_gradient(self.tensor, self._at_alias)
         whole = root(self.tensor) if counts_versions(self.tensor) else self.tensor
         # Autograd lets nobody write to a view of a leaf that has a gradient.
         self._can_be_written = whole is not self.tensor and not whole.is_leaf and whole.dtype == tensor.dtype
@@ -92,7 +93,7 @@ class Alias:
             self._part = Part(self.tensor, whole)
             self._before = version(self.tensor)
             self._step = sequence_number(whole.grad_fn), whole.output_nr
-            handles.add(on_gradient(whole, self._at_whole))
+            handles.on_gradient(whole, self._at_whole)
 
     def was_written(self) -> bool:
         """Whether the memory was written to since the alias was made."""
@@ -105,7 +106,7 @@ class Alias:
             if found is not None:
                 self._is_written = True
                 node, places = found
-                self._handles.add(on_node(node, lambda grads, _: self._at_write(grads, places)))
+                self._handles.on_node(node, lambda grads, _: self._at_write(grads, places))
         self.tensor = None
 
     # What is read before the write and what flows through it arrive in any order, and both before the whole does.

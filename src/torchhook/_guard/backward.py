@@ -20,7 +20,7 @@ from torchhook._guard.events import Event, Location
 from torchhook._guard.findings import Kind
 from torchhook._guard.operations import VIEW_NODES, Named, named
 from torchhook._guard.pending import Pending
-from torchhook._torch import current_node, graph_task, next_sequence_number, sequence_number
+from torchhook._torch import current_node, graph_task, next_sequence_number, sequence_number, unheard
 from torchhook._values.elements import UNREADABLE
 
 # Autograd numbers its steps in the order in which they are made, for each thread: that tells the steps of this run from
@@ -83,7 +83,7 @@ class BackwardWatcher:
                 # sees. All that is known of it is autograd's name.
                 unseen = location.op is None or number < self._op_begins
                 here = location._replace(op=re.sub(r"Backward\d*$", "", name), call=None) if unseen else location
-                self._handles.add(hooks.on_node(node, _on_step(self, here)))
+                self._handles.on_node(node, _on_step(self, here))
 
     def await_loss(self, outputs: Named, location: Location) -> None:
         """Wait for the gradients of what the model returns."""
@@ -91,7 +91,7 @@ class BackwardWatcher:
             return
         for name, tensor in outputs:
             if tensor.requires_grad:
-                self._handles.add(hooks.on_gradient(tensor, _on_arrival(self, location, name, "loss")))
+                self._handles.on_gradient(tensor, _on_arrival(self, location, name, "loss"))
 
     def _await_parameters(self) -> None:
         """Wait for the gradients of the parameters, which the loss may also reach without the model's run."""
@@ -101,7 +101,8 @@ class BackwardWatcher:
             if (ref is None or ref() is not parameter) and parameter.requires_grad and not is_lazy(parameter):
                 self._awaited[id(parameter)] = weakref.ref(parameter)
                 location = Location(path, None, None, -1, (module,))
-                self._handles.add(hooks.on_gradient(parameter, _on_arrival(self, location, "gradient", "outside")))
+                with unheard():  # setting a hook is no operation of the model
+                    self._handles.on_gradient(parameter, _on_arrival(self, location, "gradient", "outside"))
 
     def step_done(self, location: Location, outgoing: Gradients, incoming: Gradients) -> None:
         """One step of the backward pass was made."""
