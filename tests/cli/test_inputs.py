@@ -40,7 +40,7 @@ def test_tensors_are_the_argument_or_arguments_by_name(tmp_path: Path) -> None:
     assert load(file=tmp_path / "two.safetensors").x.keys() == {"a", "b"}
 
 
-def test_text_is_cut_into_tokens_by_the_models_own_tokeniser(tmp_path: Path) -> None:
+def test_text_is_cut_into_tokens_by_the_models_own_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hooks", "see"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
@@ -57,7 +57,7 @@ def test_text_is_cut_into_tokens_by_the_models_own_tokeniser(tmp_path: Path) -> 
         ({}, "give one input"),
         ({"shape": "1x2", "text": "a"}, "give one input"),
         ({"shape": "1xx2"}, "--shape 1xx2: give sizes"),
-        ({"text": "hello"}, "text needs a tokeniser"),
+        ({"text": "hello"}, "text needs a tokenizer"),
         ({"file": Path("absent.png")}, "no input file absent.png"),
     ],
 )

@@ -20,6 +20,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 a difference or a broken shard was found, 2 it could not be done.",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    # Not rich's pages of traceback: ``main`` says it in one line.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -65,13 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(None if arguments is None else list(arguments))
     except KeyboardInterrupt:
+        # What shells give for an interrupt: 128 and the number of the signal.
         raise SystemExit(130) from None
     except BrokenPipeError:  # ``| head`` has seen enough
+        # Python flushes stdout once more on its way out, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
         if os.environ.get("TORCHHOOK_TRACEBACK"):
             traceback.print_exc()
+        # Our own messages stand by themselves; of others, KeyError: 'x' for one, the class is half of what is said.
         name = "" if isinstance(error, Trouble) or type(error).__module__.startswith("torchhook.") else _kind(error)
         console.say(f"torchhook: {name}{spoken(short(error))}")
         raise SystemExit(2) from None

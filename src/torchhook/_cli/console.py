@@ -17,11 +17,13 @@ from torchhook._recording.tables import Table
 
 
 def table(found: Table) -> None:
-    """A table, in colour where the terminal has colours."""
+    """A table, in color where the terminal has colors."""
     console = Console(soft_wrap=True)
+    # In a pipe rich takes 80 columns for granted and cuts there, and scripts want whole addresses.
     if not console.is_terminal:
         print(found)
         return
+    # Text and not str throughout: in a str, rich reads what is in square brackets as a style and swallows it.
     made = RichTable(title=Text(found.title, style="bold"), title_justify="left", box=None, pad_edge=False)
     for name, right in zip(found.columns, found.right, strict=True):
         made.add_column(Text(name, style="dim"), justify="right" if right else "left", no_wrap=True)
@@ -50,6 +52,7 @@ def _plain(value: Any) -> Any:
 @contextlib.contextmanager
 def status(text: str) -> Iterator[None]:
     """Say what is going on while it takes long, on a terminal only."""
+    # stderr, because stdout is for the result: ``--json | jq`` must not meet a spinner.
     console = Console(stderr=True)
     if not sys.stderr.isatty():
         yield

@@ -44,6 +44,7 @@ class Options(NamedTuple):
 
 def load(options: Options, model: nn.Module, name: str) -> Given:
     """The input on the device of the model."""
+    # By None and not by truth: an empty text is an input too.
     chosen = [part for part in (options.file, options.text, options.shape) if part is not None]
     if len(chosen) != 1:
         raise Trouble(
@@ -75,6 +76,7 @@ def _file(path: Path, model: nn.Module, name: str, options: Options) -> Given:
 
 def preparation(options: Options) -> dict[str, Any]:
     """How images are prepared, where the command line says so."""
+    # Who gives a size wants no margin cut off, as ImageNet's 0.875 or the model's own setting would.
     found: dict[str, Any] = {} if options.size is None else {"size": options.size, "crop": 1.0}
     for key, text in (("mean", options.mean), ("std", options.std)):
         if text is not None:
@@ -98,6 +100,7 @@ def image(path: Path, model: nn.Module, options: Options) -> torch.Tensor:
             shutil.copy(path, copy)
             return ImageFolder.for_model(folder, model, **settings).load(path.name)[None]
         except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            # Pillow names the copy, which is gone by the time someone reads it.
             raise Trouble(f"{path} cannot be read as an image: {short(error).replace(str(copy), path.name)}") from error
 
 
@@ -116,6 +119,7 @@ def _random(shape: str, seed: int) -> torch.Tensor:
     if not re.fullmatch(r"\d+([x,×]\d+)*", shape):
         raise Trouble(f"--shape {shape}: give sizes with x between, as in 1x3x224x224.")
     sizes = [int(part) for part in re.split("[x,×]", shape)]
+    # A generator of its own: the same input each time, and nobody else's random numbers move.
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
 
 
@@ -123,13 +127,15 @@ def _text(text: str, name: str) -> Given:
     path = config_of(name)
     if path is None:
         raise Trouble(
-            "text needs a tokeniser: name the model as transformers:FOLDER, or give token ids in .safetensors."
+            "text needs a tokenizer: name the model as transformers:FOLDER, or give token ids in .safetensors."
         )
     hugging_face = library("transformers")
+    # A config may be named by its file; the tokenizer's files lie beside it.
     folder = path if Path(path).is_dir() else str(Path(path).parent)
     try:
         tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise Trouble(f"{folder} holds no tokeniser: {short(error)}") from error
+        raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
+    # Cut at the model's own limit: many have no embedding for further positions, and would fail deep inside.
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))

@@ -28,6 +28,8 @@ from torchhook._values.tree import describe
 from torchhook.errors import RecordingFileError, suggestion
 
 
+# Typer makes the options from the signature, and evaluates its annotations: what commands share is shared as types, and
+# these imports are needed at run time.
 def layers(
     model: options.Model,
     depth: Annotated[int | None, typer.Option(help="Levels below the model; all of them if left out.")] = None,
@@ -88,6 +90,7 @@ def run(
     """
     net = _model(model, weights, allow_pickle, pretrained, device)
     args, kwargs = arguments(inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model).x)
+    # Kept on the CPU: a recording of every layer may be many times as large as the model.
     with console.status(f"running {model}"), torch.no_grad():
         output, recording = run_once(net, *args, capture=capture, stop=stop, kwargs=kwargs, device="cpu")
     saved = None if out is None else recording.save(out)
@@ -101,6 +104,7 @@ def run(
         return
     console.table(recording.table())
     if saved is not None:
+        # Not printed: stdout has the table and nothing else.
         console.say(f"saved to {saved}; th.load({str(saved)!r}) opens it.")
 
 
@@ -133,6 +137,7 @@ def report(
 
       torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
     """
+    # Before the model is loaded, which may take a minute: a typo is told at once.
     method, names = _method(cam), None if classes is None else models.read_classes(classes)
     net = _model(model, weights, allow_pickle, pretrained, device)
     given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
@@ -144,6 +149,7 @@ def report(
             target=target,
             tokens=given.tokens,
             classes=names,
+            # The name that was asked for says more than the class: resnet18, not ResNet.
             title=title or model.rpartition(":")[2],
             gradients=gradients,
             attention=attention,
@@ -192,6 +198,7 @@ def diff(
     files = [side.endswith(".safetensors") for side in (a, b)]
     if all(files):
         _refuse(input=file, text=text, shape=shape, weights=weights, weights_b=weights_b, pretrained=pretrained)
+        # An option that has its default cannot be told from one that was left out.
         _refuse(allow_pickle=allow_pickle, device=device != "cpu")
         found = compare(_recording(a), _recording(b), rtol=rtol, atol=atol)
         found = found if sites is None else _only(found, sites)
@@ -202,6 +209,7 @@ def diff(
     else:
         left = _model(a, weights, allow_pickle, pretrained, device)
         right = _model(b, weights_b, allow_pickle, pretrained, device)
+        # Prepared once, for A: with an input each, it would be the inputs that differ.
         given = inputs.load(inputs.Options(file, text, shape), left, a)
         with console.status("running both"):
             found = compare(left, right, given.x, sites=sites, rtol=rtol, atol=atol)
@@ -228,8 +236,10 @@ def _means(wanted: str, address: str) -> bool:
     if wanted == address:
         return True
     asked, site = parse(wanted), parse(address)
+    # Who gives no call means all of them.
     if asked.call is None:
         site = site.every_call
+    # The pattern has a dot after every component, so the path needs one too.
     return asked.but(path="") == site.but(path="") and glob_pattern(asked.path).fullmatch(f"{site.path}.") is not None
 
 

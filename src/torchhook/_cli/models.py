@@ -28,6 +28,8 @@ def load(
 
     Random weights are the same each time.
     """
+    # Models are built on the CPU. torch.manual_seed would seed the GPUs as well, and with no devices named here nobody
+    # would put those back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = _named(name, pretrained, allow_pickle)
@@ -52,6 +54,7 @@ def say_random(name: str, weights: Path | None, pretrained: bool) -> None:
 
 
 def _has_weights(folder: Path) -> bool:
+    # Pickled weights do not count: nothing opens them unasked.
     return folder.is_dir() and any(folder.glob("*.safetensors"))
 
 
@@ -85,6 +88,7 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
     models = library("torchvision").models
     if name not in models.list_models():
         raise Trouble(f"torchvision has no model {name!r}. {suggestion(name, models.list_models())}")
+    # Left to their default, these two warn, and take long to draw their random weights.
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights="DEFAULT" if pretrained else None, **options)
     return model
@@ -92,6 +96,7 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
 
 def _timm(name: str, pretrained: bool) -> nn.Module:
     timm = library("timm")
+    # What follows the dot is a set of weights, which the registry of models does not list.
     if not timm.is_model(name.partition(".")[0]):
         raise Trouble(f"timm has no model {name!r}. {suggestion(name, timm.list_models())}")
     model: nn.Module = timm.create_model(name, pretrained=pretrained)
@@ -110,6 +115,7 @@ def _transformers(name: str, pretrained: bool) -> nn.Module:
         config = hugging_face.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
     except (OSError, ValueError, KeyError) as error:
         raise Trouble(f"{name} holds no config that transformers can read: {short(error)}") from error
+    # The class that the config names, with its head: AutoModel would be the trunk alone.
     kind = getattr(hugging_face, (config.architectures or [""])[0], None)
     if pretrained or _has_weights(path):
         options = {"local_files_only": not pretrained, "use_safetensors": True}
@@ -124,6 +130,7 @@ def _imported(home: str, name: str) -> nn.Module:
     try:
         found: Any = importlib.import_module(home)
     except ModuleNotFoundError as error:
+        # The module is there, and imports something that is not: to call the module missing would mislead.
         if error.name is not None and not f"{home}.".startswith(f"{error.name}."):
             raise Trouble(f"importing {home} failed: {short(error)}") from error
         raise Trouble(f"no Python module {home!r} here or installed; models are named as {FORMS}.") from error
@@ -156,6 +163,7 @@ def _exported(path: Path, allow_pickle: bool) -> nn.Module:
 
 def _device(name: str) -> torch.device:
     try:
+        # Any device has a name; only memory on it shows whether it is there.
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -171,9 +179,11 @@ def _fill(model: nn.Module, path: Path, allow_pickle: bool) -> None:
         raise Trouble(f"no weights file {path}.")
     state = _state(path, allow_pickle)
     own = model.state_dict().keys()
+    # DDP and torch.compile leave these in front. Only where no name fits: a model may have a part called module.
     if state and not own & state.keys():
         state = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     try:
+        # Not strict: torch would list every name, hundreds for a wrong file. What does not fit is refused below.
         found = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise Trouble(f"{path} does not fit the model: {short(error)}") from error
@@ -217,7 +227,7 @@ def _unpickled(path: Path) -> Any:
 
 
 def config_of(name: str) -> str | None:
-    """The path after ``transformers:``, which is where the tokeniser is too."""
+    """The path after ``transformers:``, which is where the tokenizer is too."""
     return name.partition(":")[2] if name.startswith("transformers:") else None
 
 

@@ -21,6 +21,7 @@ features = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Look into, check and export feature stores."
 )
 
+# By name, not by getattr(torch, ...): only types that features make sense in are offered.
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _POOLS: dict[str, Any] = {"mean": "mean", "max": "max", "sum": "sum"}
 
@@ -29,6 +30,7 @@ def extract(
     model: options.Model,
     data: Annotated[Path, typer.Option(help="A folder of images, or a .safetensors with one tensor of rows.")],
     sites: Annotated[list[str], typer.Option("--sites", "-s", help="An address or glob. Repeatable.")],
+    # Not a Path, here and below: that would make s3:/ of s3://.
     out: Annotated[str, typer.Option("--out", "-o", help="The feature store: a folder, or s3://...")] = "features",
     pool: Annotated[str | None, typer.Option(help="Keep less: mean, max or sum over positions, or cls.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Store as float16, bfloat16 or float32.")] = None,
@@ -55,6 +57,7 @@ def extract(
 
       torchhook extract torchvision:resnet18 --weights r18.safetensors --data photos/ -s avgpool --dtype float16
     """
+    # First, since a model takes long to load.
     if pool not in (None, "cls", *_POOLS):
         raise Trouble(f"--pool {pool}: use {', '.join(_POOLS)} or cls.")
     if dtype not in (None, *_DTYPES):
@@ -101,6 +104,7 @@ def info(
     json: options.Json = False,
 ) -> None:
     """Say what is in a store."""
+    # One asks this of a store that is being made, too; export below wants all of its rows.
     _info(open_features(path, incomplete=True), json)
 
 
@@ -122,11 +126,13 @@ def verify(
     """Read every byte; exit code 1 if something is missing or altered."""
     with console.status(f"reading {path}"):
         found = verify_store(path)
+    # The exit code stays 1 afterwards: what was deleted is missing until extract has made it again.
     gone = found.discard() if discard else []
     if json:
         problems = [problem._asdict() for problem in found.problems]
         console.as_json({"ok": found.ok, "shards": found.shards, "problems": problems, "discarded": gone})
     else:
+        # It advises in Python, for those who called it there.
         print(spoken(str(found)))
         if gone:
             console.say(f"deleted {len(gone)} broken shard{'s' * (len(gone) != 1)}.")

@@ -62,6 +62,7 @@ def report(
         train: Run in training mode instead of evaluation mode.
         repeats: How many runs are timed; the quickest counts.
     """
+    # Asked for before the model runs: a missing package should not show after minutes of work.
     require("jinja2", "report")
     require("PIL.Image", "report")
     page = collect(

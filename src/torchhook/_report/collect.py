@@ -56,9 +56,11 @@ def collect(
     >>> [(layer.path, layer.calls[0].shape) for layer in page.layers]
     [('', '(1, 4)'), ('0', '(1, 4)'), ('1', '(1, 4)')]
     """
+    # Here, because what goes wrong with a map later is only a note on the page: a misspelled name would be one too.
     if cam is not None:
         known_method(cam)
     index = Index(model)
+    # Its first run makes a lazy module another one, which nothing here could undo.
     lazy = [name for name, (m, own) in index.tensors.items() if torch.nn.parameter.is_lazy(getattr(m, own))]
     if lazy:
         raise ValueError(
@@ -71,6 +73,8 @@ def collect(
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
         notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
+    # A caller's inference mode would win over enabled gradients. Whatever the model changes, the next run starts as the
+    # first did: each ``again`` puts back random numbers, running statistics and caches.
     with torch.inference_mode(False), calling.undisturbed(model) as again, calling.in_mode(model, train):
         times = seconds(model, index, given, repeats)
         again()
@@ -85,6 +89,7 @@ def collect(
             notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
         elif picture is not None and cam is not None:
             _overlay(model, given, target, found, cam, cam_layer, classes, picture, notes)
+    # A first name comes before the others, so that its numbers are there already.
     for layer in layers:
         layer.seconds = times.get(layer.path)
         if layer.shared_with is not None:
@@ -120,6 +125,7 @@ def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
     numbers: dict[str, int] = {}
     first: dict[int, int] = {}
     for number, (path, module) in enumerate(index.modules.items()):
+        # The page is JSON, which has no references: layers refer to each other by their place in the list.
         numbers[path] = number
         parent = numbers[path.rpartition(".")[0]] if path else -1
         layers.append(
@@ -140,6 +146,7 @@ def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # Not named_parameters(): it leaves out the second name of a tensor that a module holds twice.
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             yield name, tensor
@@ -166,6 +173,7 @@ def _attention(
         return
     try:
         maps = attention(model, given)
+    # Most models have no attention, which is worth no word.
     except NoAttentionError:
         return
     except Exception as error:
@@ -173,6 +181,7 @@ def _attention(
         return
     for record in maps.records():
         calls = layers[numbers_of[id(index.modules[record.site.path])]].calls
+        # Of many calls only the first few were kept: the last of these takes the other maps. Windows give further dims.
         if record.value.dim() == 4 and record.value.numel() and calls:
             calls[min(record.call, len(calls) - 1)].attention.append(pictures.heads(record.value, view.heads))
 
@@ -189,7 +198,9 @@ def _overlay(
     notes: list[str],
 ) -> None:
     try:
+        # The class of the first sample, for all samples: only its map is shown.
         made = cam(model, given, target if is_function(target) else found.label, layer=layer, method=method)
+        # It would cover the picture in the color of what is not finite, and explain nothing.
         if not bool(made.map.isfinite().all()):
             raise ValueError(f"it is not finite at {made.layer.shown}.")
         picture.overlay = pictures.heat(made.map[0].detach(), picture.width, picture.height)
@@ -202,6 +213,7 @@ def _overlay(
 def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None, sums: list[float]) -> list[Token]:
     tokens = [] if picture is not None and texts is None else shown.tokens_of(given, texts)
     top = max(sums, default=0.0)
+    # Fewer sums than tokens are of something else; further ones are of tokens that are not shown.
     if len(sums) >= len(tokens) and top > 0:
         for token, weight in zip(tokens, sums, strict=False):
             token.weight = weight / top
@@ -213,6 +225,7 @@ def _about(model: nn.Module, layers: list[Layer], times: dict[str, float], train
     devices = dict.fromkeys(str(p.device) for p in parameters)
     dtypes = dict.fromkeys(dtype_name(p.dtype) for p in parameters)
     whole, total = times.get(""), sum(p.numel() for p in parameters)
+    # The heading of the page takes the first, second and fourth by their place.
     return [
         ("layers", f"{len(layers) - 1:,}"),
         ("parameters", count(total).strip() if total >= 1000 else str(total)),

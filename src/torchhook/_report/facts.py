@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 
+# The scripts and the template of the page read these fields by name: what is renamed here, Python does not miss there.
+# Numbers that are not finite become null on the way, so that None and NaN look the same to a script.
 @dataclasses.dataclass
 class Numbers:
     """Statistics of one tensor; all but the counts are of its finite values."""
@@ -34,6 +36,7 @@ class Numbers:
 class Sprite:
     """Small pictures side by side in one PNG."""
 
+    # All in one, cut by the style of the page: alone, each would bring a palette of its own, 768 bytes.
     uri: str
     columns: int
     width: int
@@ -78,6 +81,7 @@ class Layer:
 
     path: str
     type: str
+    # A place in the list of layers, -1 for the model itself; so is ``shared_with``.
     parent: int
     depth: int
     settings: str
@@ -100,6 +104,7 @@ class Finding:
     kind: str
     title: str
     advice: str
+    # Places again, not layers: ``asdict`` would copy each layer into every finding.
     layers: list[tuple[int, str]]
 
 

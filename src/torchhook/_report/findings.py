@@ -9,12 +9,14 @@ from torchhook._report.facts import Finding, Layer, Numbers
 
 def findings(layers: list[Layer]) -> list[Finding]:
     """Every kind of trouble that was found, the worst first."""
+    # A shared module has one run: under its other names it would be counted again.
     own = [(i, layer) for i, layer in enumerate(layers) if layer.shared_with is None]
     kinds = [
         Finding(
             "nan",
             "NaN or Inf",
             "The first layer listed is where it begins; th.guard names the operation that made it.",
+            # By the time of return, not the place in the tree: a block returns after the part that spoilt it.
             [(i, note) for i, layer in sorted(own, key=lambda it: _first(it[1])) if (note := _not_finite(layer))],
         ),
         Finding(
@@ -79,10 +81,13 @@ def _share(layer: Layer) -> float:
 
 def _flat_gradient(layer: Layer) -> bool:
     found = [call.gradient for call in layer.calls if call.gradient is not None]
+    # The least and greatest are of finite values only, so that a gradient of zeros and NaN has both at zero.
+    # A module that is called twice is fine if one of its calls matters.
     return bool(found) and all(g.min == g.max == 0 and not g.nans and not g.infs for g in found)
 
 
 def _is_constant(found: Numbers) -> bool:
+    # One number is always the same as itself.
     return found.elements > 1 and found.min == found.max and not found.nans and not found.infs
 
 

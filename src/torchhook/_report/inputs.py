@@ -16,6 +16,7 @@ from torchhook._values.images import pixels
 from torchhook._values.tree import Inputs
 from torchhook.errors import require
 
+# Shown at most 340 pixels wide, see report.css; the rest is for dense screens.
 _SIDE = 448
 _TOKENS = 512
 
@@ -35,6 +36,7 @@ def picture(image: Any, tensor: Tensor | None) -> Picture | None:
         return None
     unit = pixels(given)[0].astype(np.float32)  # bytes over 255 are whole again at this precision
     shown = require("PIL.Image", "report").fromarray((unit * 255).round().astype(np.uint8))
+    # Not resize(): this keeps the proportions, and never enlarges.
     shown.thumbnail((_SIDE, _SIDE))
     return Picture(pictures.uri(shown, "WEBP", quality=85), *shown.size)
 
@@ -44,6 +46,7 @@ def tokens_of(inputs: Inputs, texts: Sequence[str] | None) -> list[Token]:
     if texts is not None:
         return [Token(str(text)) for text in texts[:_TOKENS]]
     for tensor in tree.tensors(inputs):
+        # The first will do: masks and segments are whole numbers too, and tokenizers put the ids before them.
         if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() == 2 and tensor.shape[1] > 0:
             return [Token(str(number)) for number in tensor[0, :_TOKENS].tolist()]
     return []

@@ -20,6 +20,7 @@ class Layouts:
     patches."""
 
     def __init__(self, inputs: Inputs, patches: bool) -> None:
+        # The most dims win: beside a video, a single frame does not tell what the tokens are.
         images = [t for t in tree.tensors(inputs) if t.is_floating_point() and t.dim() >= 4]
         image = max(images, key=Tensor.dim, default=None)
         self._size = () if image is None else tuple(image.shape[2:])
@@ -31,6 +32,7 @@ class Layouts:
         """The layout of what the module gave, or ``None`` where there are no channels and places to tell apart."""
         if value.dim() < 3 or value.is_nested:
             return None
+        # What comes after a convolution, tokens too, often lies on its grid.
         if self._grids.concern(module):
             self._grids.see(value)
         dim = channel_dim(module, value.dim())

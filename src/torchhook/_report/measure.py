@@ -34,6 +34,7 @@ def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
     dead, channels = dead_channels(tensor, layout)
     if not good.numel():
         return Numbers(found.size, None, None, None, None, None, 0.0, found.nans, infs, [], 0.0, 0.0, False)
+    # Zeros after a ReLU would be one bar, with all others too low to be seen. If all are zero, they are all there is.
     hides = found.zeros / found.size > _MANY_ZEROS and found.zeros < good.numel()
     counts, low, high = _histogram(good[good != 0] if hides else good)
     return Numbers(
@@ -57,8 +58,10 @@ def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
 
 def _histogram(values: Tensor) -> tuple[list[int], float, float]:
     """Of all values, the few beyond the range counted in its outermost bins."""
+    # Every n-th and none by chance: this is inside the model's run, whose random numbers must not move.
     sample = values[:: max(1, values.numel() // _SAMPLE)][:_SAMPLE]
     low, high = inner_range(sample.cpu().numpy(), _CLIP)
+    # Nearly all values are one: the few that are not still have a width.
     if not low < high:
         low, high = float(values.min()), float(values.max())
     low, high = with_room(low, high)

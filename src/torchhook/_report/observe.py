@@ -33,6 +33,7 @@ class View:
 
     def __init__(self, layers: int, patches: bool) -> None:
         self.patches = patches
+        # With the mean, they are two rows of eight in the sprite, one, or half of one.
         self.maps = 15 if layers < 400 else 7 if layers < 900 else 3
         self.side = 56 if layers < 300 else 40 if layers < 600 else 28
         self.heads = 64 if layers < 600 else 40
@@ -52,6 +53,7 @@ def observe(
     notes: list[str],
 ) -> tuple[Any, Score, list[float]]:
     """Run the model, fill in the layers, and return its output, its score, and how much that hangs on each token."""
+    # No warning of what never ran: it is a finding on the page.
     session = Session(model, index=index, warn=False)
     layouts = Layouts(given, view.patches)
     sums: list[float] = []
@@ -65,11 +67,13 @@ def observe(
                 session.look(Target(site.but(port="grad"), module), looker.gradient)
     with torch.set_grad_enabled(gradients), session as recording:
         leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
+        # The backward pass is inside as well: gradients are seen only while the session is open.
         with _some_gradient(model, leaves, gradients):
             output = model(*inputs.args, **inputs.kwargs)
             found = score(output, target, _examples(given))
             if gradients:
                 _backward(index, found, leaves, layers, numbers_of, notes)
+    # Afterwards, since a session works out why something never ran when it closes.
     for layer in layers:
         if layer.runs and not layer.ran and layer.shared_with is None:
             layer.silent = recording.missing.get(str(Site(layer.path)), "the model did not call it.")
@@ -92,12 +96,15 @@ def _backward(
         why = found.text if found.value is None else "the output does not depend on anything that requires one"
         notes.append(f"No gradients: {why}.")
         return
+    # A tied parameter is there once for each owner, and autograd answers as often.
     owned = [
         (numbers_of[key], name, tensor)
         for key, module in index.distinct.items()
         for name, tensor in module._parameters.items()
         if tensor is not None and tensor.requires_grad
     ]
+    # The inputs are asked for though nobody reads the answer: autograd goes no further than it must, and the layers of
+    # a frozen model would see no gradient.
     # Not backward(): that would write to the .grad of the user's parameters.
     grads = torch.autograd.grad(found.value, [*leaves, *(t for _, _, t in owned)], allow_unused=True)
     for (number, name, _), grad in zip(owned, grads[len(leaves) :], strict=True):
@@ -157,6 +164,7 @@ class _Looker:
             shape=tree.describe(value),
             dtype="/".join(dict.fromkeys(dtype_name(t.dtype) for t in tensors)) or "-",
             device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
+            # A sparse tensor raises when asked for its bytes.
             nbytes=sum(t.nbytes for t in tensors if t.layout == torch.strided and not t.is_nested),
             order=next(self._order),
             leaf=leaf,
@@ -164,6 +172,7 @@ class _Looker:
         if tensor is not None:
             if tensor.dim() == 3 and not tensor.is_nested:
                 self._view.tokens = max(self._view.tokens, tensor.shape[1])
+            # Gradients are on in this run, and would follow the statistics too.
             with torch.no_grad():
                 layout = self._layouts.of(self._module, tensor)
                 seen.value = numbers(tensor, layout)
@@ -175,6 +184,7 @@ class _Looker:
         if call >= len(self._layer.calls):
             return
         seen = self._layer.calls[call]
+        # Of the same part as the numbers beside it: not every tensor of a value has a gradient.
         parts = [t for address, t in tree.leaves(value) if address == seen.leaf and isinstance(t, Tensor)]
         tensor = parts[0] if parts else None
         if tensor is None:

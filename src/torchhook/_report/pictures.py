@@ -15,6 +15,7 @@ from torchhook._report.facts import Sprite
 from torchhook._values.layout import Layout
 from torchhook.errors import require
 
+# Written out here: only the plots import matplotlib.
 # A few colors of each map; those between are mixed from their neighbors.
 _VIRIDIS = "440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"
 _MAGMA = "000004 1d1147 51127c 822681 b73779 e75263 fc8961 fec488 fcfdbf"
@@ -39,12 +40,14 @@ def colors(anchors: str) -> Tensor:
 
 def levels(maps: Tensor) -> Tensor:
     """Each map from its smallest to its largest value as 0 to 254, outliers clipped; what is not finite is 255."""
+    # Maps come here small: quantiles of more than 2**24 values are refused.
     maps = maps.detach().float()
     flat = maps.flatten(1)
     known = torch.where(flat.isfinite(), flat, flat.new_full((), torch.nan))
     low, high = known.nanquantile(torch.tensor([0.002, 0.998], device=flat.device), dim=1)[..., None, None]
     span = torch.where(high > low, high - low, torch.ones_like(high))
     scaled = ((maps - low) / span).clamp(0, 1).mul(_LEVELS).round()
+    # Huge values overflow their own span, Inf / Inf, and what a NaN becomes as a byte is undefined.
     return torch.where(maps.isfinite(), scaled, 255.0).nan_to_num(255.0).byte()
 
 
@@ -68,7 +71,9 @@ def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int) -
     if layout is None or len(layout.grid) not in (2, 3) or min(layout.grid[-2:]) < 2:
         return _matrix(value, side)
     maps = layout.picture(value)
+    # A sort takes NaN for the largest of all: one bad pixel would bring its channel to the front.
     finite = maps.nan_to_num(0.0, 0.0, 0.0)
+    # Stable, for dead channels are all alike: the same page each time.
     order = finite.flatten(1).std(1, correction=0).argsort(descending=True, stable=True)[:number]
     mean = torch.where(maps.isfinite(), maps, torch.nan).nanmean(0, keepdim=True)
     chosen = torch.cat([mean, maps[order]])
@@ -106,12 +111,14 @@ def heat(map_: Tensor, width: int, height: int) -> str:
     level = levels(large)[0]
     alpha = level.float().div(_LEVELS).clamp(0, 1).sqrt().mul(255).byte()
     pixels = torch.cat([colors(_MAGMA)[level.long()], alpha[..., None]], -1)
+    # JPEG has no opacity, and a PNG of soft gradients is large.
     return uri(pillow.fromarray(pixels.numpy()), "WEBP", quality=80)
 
 
 def _indexed(pixels: Tensor) -> str:
     pillow = require("PIL.Image", "report")
     image = pillow.fromarray(pixels.numpy())
+    # A palette takes a byte for each pixel, not three, and PNG keeps every level as it is.
     image.putpalette(bytes(colors(_VIRIDIS).flatten().tolist()))
     return uri(image, "PNG", optimize=True)
 
@@ -125,4 +132,5 @@ def _smaller(maps: Tensor, height: int, width: int) -> Tensor:
     if height == width:  # keep the shape of a map that is not square
         scale = max(maps.shape[1] / height, maps.shape[2] / width)
         size = (max(1, round(maps.shape[1] / scale)), max(1, round(maps.shape[2] / scale)))
+    # Every value counts, where interpolation would look at a few and miss a lone bright pixel.
     return F.adaptive_avg_pool2d(maps.float(), size)

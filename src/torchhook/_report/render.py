@@ -17,6 +17,7 @@ def render(page: Page) -> str:
     """The page as HTML that needs no network: style, script, data and pictures are inside."""
     jinja2 = require("jinja2", "report")
     here = resources.files("torchhook._report")
+    # Titles and layer names are a user's text: escaped. A field that is renamed must fail here, not leave a gap.
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
         loader=jinja2.FunctionLoader(lambda name: (here / "templates" / name).read_text("utf-8")),
@@ -32,6 +33,7 @@ def render(page: Page) -> str:
         environment.get_template("report.html.j2").render(
             page=page,
             css=_asset(here, "report.css"),
+            # In one scope, where a const or class is unknown above its line: what others use comes first.
             scripts=[_asset(here, name) for name in ("format.js", "tree.js", "detail.js", "report.js")],
             # One line per layer: the browser reads only those that are looked at.
             details="\n".join(_json(layer) for layer in details),
@@ -46,12 +48,14 @@ def _asset(here: Any, name: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON that may stand inside a script element, with numbers that are not finite as ``null``."""
+    # Python would write NaN, which JSON.parse refuses; and a </script> in a name would end the element.
     text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
+        # The page shows four digits; all seventeen would only make it larger.
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}

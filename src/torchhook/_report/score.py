@@ -30,6 +30,7 @@ def score(output: Any, target: Goal, examples: int = 1) -> Score:
     if is_function(target):
         value, name = ask(target, output, examples, whole=True), getattr(target, "__name__", "target")
         each = value.numel() == examples
+        # In a sum every sample keeps its own gradients; a function of the whole batch may mix them.
         return Score(value.sum(), f"{name}(output){_summed(value.numel())}", each=each)
     found = _choice(output) if target is None else class_scores(target, output)
     if found is None:
@@ -56,6 +57,7 @@ def _mean_square(output: Any) -> Score:
     found = next((t for t in tree.tensors(output) if t.is_floating_point() and t.numel()), None)
     if found is None:
         return Score(None, "the output holds no floating-point tensor")
+    # In half precision, the square of 256 is infinite already.
     return Score(found.float().square().mean(), "the mean square of the output")
 
 

@@ -25,6 +25,7 @@ def seconds(model: nn.Module, index: Index, inputs: Inputs, repeats: int) -> dic
 
 
 def _timed(model: nn.Module, index: Index, inputs: Inputs) -> dict[str, float]:
+    # Work on a GPU is only queued when a call returns: its own clock is asked, and not before the end, to wait once.
     devices = {t.device for t in (*model.parameters(), *tensors(inputs)) if t.device.type == "cuda"}
     clock = _Clock([torch.cuda.current_stream(device) for device in devices])
     session = Session(model, index=index, warn=False)
@@ -42,6 +43,7 @@ class _Clock:
 
     def __init__(self, streams: list[Any]) -> None:
         self._streams = streams
+        # A stack for each path: a module may run inside its own call.
         self._open: dict[str, list[Any]] = {}
         self._spans: list[tuple[str, Any, Any]] = []
 
@@ -60,6 +62,7 @@ class _Clock:
 
     def read(self) -> dict[str, float]:
         total: dict[str, float] = {}
+        # Two events have no time between them until both have passed.
         for stream in self._streams:
             stream.synchronize()
         for path, start, end in self._spans:

@@ -46,6 +46,7 @@ def attention(
     """
     value = one(source, sites)
     weights = _weights(value, sample)
+    # By ``number`` and not isinstance: a head may be counted by numpy or torch.
     wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
     shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
     labels = [f"head {h}" if len(weights) > 1 else "" for h in shown]
@@ -87,10 +88,14 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
         raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
     side = 1.9 if tokens is None else min(max(0.22 * keys + 0.9, 2.2), 7)
     alone = len(weights) == 1
+    # Labels need the width; the lowest row and the first column have them for all.
     columns = 2 if tokens is not None and len(weights) > 2 else style.columns_for(len(weights))
     figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=alone)
     for i, (panel, one_head, label) in enumerate(zip(axes, weights, labels, strict=True)):
+        # Zero means the same in every head. The top is each one's own, and clipped: a first token that takes nearly all
+        # would leave the rest black.
         _, high = limits(one_head, clip=1)
+        # An infinity would be drawn as the largest weight; as NaN it has a color of its own.
         shown = panel.imshow(np.where(np.isfinite(one_head), one_head, np.nan), cmap=style.colormap(cmap), vmin=0,
                              vmax=high, interpolation="nearest", aspect="equal")  # fmt: skip
         style.quiet(panel)
@@ -99,6 +104,7 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
             if i >= len(weights) - columns:
                 style.names(panel, list(tokens), "x", width=12)
                 panel.tick_params(axis="x", rotation=90, length=0, labelcolor=style.INK)
+            # With a cache there are fewer queries than keys, and tokens name the keys.
             if i % columns == 0 and queries == keys:
                 style.names(panel, list(tokens), "y", width=12)
                 panel.tick_params(axis="y", length=0, labelcolor=style.INK)
@@ -119,10 +125,12 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
     if ax is None and fig is None:
         width, lines = 7.6, _wrapped(words, 7.6 / (_LETTER * letters) - 3)
         figure.set_size_inches(width, (_LINE * letters * len(lines) + 0.34) * len(weights) + 0.5)
+        # Panels are compressed, which is for pictures of fixed proportions; text has none.
         figure.set_layout_engine("constrained")
     else:
         width, height = style.size(axes[0])
         lines = _wrapped(words, width / (_LETTER * letters) - 3)
+        # The user's axes stays as it is: the letters give way, to a size that can still be told to be text.
         while _LINE * letters * len(lines) > height and letters > 3:
             letters -= 0.5
             lines = _wrapped(words, width / (_LETTER * letters) - 3)
@@ -130,6 +138,7 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
     cmap = style.colormap("Oranges")
     for panel, one_head, label in zip(axes, weights, labels, strict=True):
         row = np.nan_to_num(one_head[query])
+        # A row without any weight, of a query that is masked out, is no reason to divide by zero.
         top = float(row.max()) or 1.0
         panel.set_xlim(0, room)
         panel.set_ylim(len(lines), 0)
@@ -138,6 +147,7 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
             panel.set_title(label, fontsize=style.SMALL, color=style.SOFT, loc="left", pad=2)
         for i, line in enumerate(lines):
             for index, start in line:
+                # Only where queries are the tokens themselves is one of these words the one that asks.
                 asked = index == query % weights.shape[1] and weights.shape[1] == keys
                 strength = float(row[index]) / top
                 panel.text(start, i + 0.5, words[index], fontsize=letters, family="monospace", va="center",
@@ -156,6 +166,7 @@ def _wrapped(words: Sequence[str], width: float) -> list[list[tuple[int, float]]
             lines.append([])
             at = 1.0
         lines[-1].append((i, at))
+        # One letter between words, and the padding of two boxes.
         at += len(word) + 1.8
     return lines
 
@@ -173,12 +184,14 @@ def _on_image(
     fig: Any,
 ) -> Any:
     keys = weights.shape[2]
+    # A small square only if it is exact: with tokens before it, nearly every small number would be one.
     found = tuple(grid) if grid is not None else square_grid(keys) or square_grid(keys, 1, (0,))
     if found is None or math.prod(found) > keys:
         raise ValueError(f"{keys} keys are not a square grid of patches: give grid=(rows, columns).")
     prefix = keys - math.prod(found)
     # Without a class token nobody asks for all: what every query looks at, on average.
     rows = weights[:, query] if query is not None else weights[:, 0] if prefix else weights.mean(1)
+    # One image stands for any sample.
     pictures = pixels(image)
     picture = pictures[sample if len(pictures) > 1 else 0]
     side = 3.4 if len(weights) == 1 else 1.9

@@ -43,6 +43,7 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
     figure, ax = style.single(min(max(0.16 * len(rows) + 2.2, 5.6), 14), 3.9, ax, fig)
     errors = [row.relative for row in rows]
     positive = [e for e in errors if math.isfinite(e) and e > 0]
+    # A logarithmic axis has no zero: what is bit for bit the same stands on the floor, hollow.
     floor = 10 ** (math.floor(math.log10(min(positive, default=1e-8))) - 1)
     ceiling = 10 ** math.ceil(math.log10(max(positive, default=1.0)) + 0.3)
     for i, row in enumerate(rows):
@@ -78,6 +79,7 @@ def _legend(ax: Any, statuses: set[str], exact: bool) -> None:
     entries = [(status, color, "o") for status, color in _COLORS.items() if status in statuses]
     if others := sorted(statuses - _COLORS.keys()):
         entries.append((", ".join(others), style.AMBER, "x"))
+    # Made by hand: every site is a line of its own, and would be an entry of its own.
     handles = [lines.Line2D([], [], color=c, marker=m, linestyle="", markersize=4.5, label=s) for s, c, m in entries]
     if exact:
         handles.append(lines.Line2D([], [], color=style.BLUE, marker="o", linestyle="", markersize=4.5,
@@ -99,7 +101,9 @@ def sweep(
     ``tokens`` names the positions. ``normalized=False`` shows the metric itself. A site that has no such position is
     left gray.
     """
+    # Where corruption changed nothing, there is no share of it to bring back.
     share = normalized and result.clean != result.corrupted
+    # numpy has no bfloat16.
     shown = (result.normalized if share else result.values).detach().cpu().double().numpy()
     columns = shown.shape[1]
     labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
@@ -110,8 +114,10 @@ def sweep(
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
     figure, ax = style.single(width, height, ax, fig)
     low, high = limits(shown, clip=0.5, center=share)
+    # Noise must look faint: the colors reach at least from -1 to 1, however little the patches did.
     if share:
         low, high = min(low, -1.0), max(high, 1.0)
+    # No flaw here, as NaN is elsewhere: the site has no such position.
     cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.FAINT)
     image = ax.imshow(shown, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     style.chart(ax, "position", grid=None)

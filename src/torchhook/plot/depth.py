@@ -38,6 +38,7 @@ def statistics(
         upper = figure.add_subplot(grid[0])
         lower = figure.add_subplot(grid[1], sharex=upper)
     else:
+        # One axes was given and two are needed: both are set into it, and the user's layout stays.
         ax.set_axis_off()
         upper, lower = ax.inset_axes((0, 0.36, 1, 0.64)), ax.inset_axes((0, 0, 1, 0.28))
     x = np.arange(len(found))
@@ -53,6 +54,7 @@ def statistics(
     lower.set_ylim(0, 1)
     style.chart(lower, y="zeros")
     lower.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    # Insets do not share an axis, so both are told.
     upper.set_xlim(-0.7, len(found) - 0.3)
     lower.set_xlim(-0.7, len(found) - 0.3)
     style.names(lower, [value.name for value in found])
@@ -81,12 +83,15 @@ def gradient_flow(
     """
     found = values(source, sites)
     gradients = [value for value in found if value.name.endswith(":grad")]
+    # A recording may hold activations as well, in which case only gradients are meant.
     found = gradients or found
+    # Who lists sites has put them in order, and so has a dict of parameters.
     if isinstance(source, Recording) and sites is None:
         found.reverse()  # gradients arrive from the last layer to the first
     figure, ax = style.single(_width(len(found)), 3.9, ax, fig)
     x = np.arange(len(found))
     mean, top, whole = np.array([_size(value) for value in found]).T
+    # Bars on a logarithmic axis cannot begin at zero.
     floor = min((m for m in mean if m > 0), default=1e-12) / 10
     ax.bar(x, np.maximum(top, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.22, width=0.8, label="largest")
     ax.bar(x, np.maximum(mean, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.9, width=0.8, label="mean")
@@ -138,6 +143,7 @@ def _robust_scale(ax: Any, numbers: Array) -> None:
     """A logarithmic scale beyond ±10 where a few layers would press all the others into a line."""
     finite = np.abs(numbers[np.isfinite(numbers)])
     usual = float(np.percentile(finite, 75)) if finite.size else 0.0
+    # The upper quartile, which a few huge layers do not move. Symmetric, because a mean may be negative.
     if usual > 0 and float(finite.max()) > 25 * usual:
         ax.set_yscale("symlog", linthresh=usual)
 
@@ -147,6 +153,7 @@ def _mark(ax: Any, labels: Any, places: list[int], meaning: str) -> None:
         ax.axvspan(
             place - 0.45, place + 0.45, color=style.RED, alpha=0.16, linewidth=0, label=meaning if not n else None
         )
+    # The ticks are not all layers: of many, some have no label.
     for tick, place in zip(labels.get_xticklabels(), labels.get_xticks(), strict=False):
         if int(place) in places:
             tick.set_color(style.RED)

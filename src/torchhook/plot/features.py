@@ -52,6 +52,7 @@ def feature_maps(
         raise ValueError(f"reduce={reduce!r}: use {', '.join(map(repr, _REDUCTIONS))} or None.")
     if len(found) > 1 or reduce is not None:
         pictures = [(v.name, _reduced(maps(v, sample, layout, grid), reduce or "mean")) for v in found]
+        # Averaged over channels, outliers are rare, and the whole range is worth its colors.
         head, clip = "", 0.0 if clip is None else clip
     else:
         value = found[0]
@@ -61,6 +62,7 @@ def feature_maps(
         some = f"{len(shown)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
         head = " · ".join(part for part in (value.name, some, seen.assumed, seen.note) if part)
         clip = 1.0 if clip is None else clip
+    # One long vector among the layers must not stretch all panels.
     shape = float(np.median([_aspect(m) for _, m in pictures]))
     head = head if title is None else title
     figure, axes = style.panels(
@@ -90,13 +92,16 @@ def _draw(ax: Any, picture: Maps, cmap: str, clip: float) -> None:
         cmap=style.colormap(cmap),
         vmin=low,
         vmax=high,
+        # matplotlib's default smooths at some sizes; a pixel here is a value.
         interpolation="nearest",
+        # Square pixels would make a hairline of a vector.
         aspect="auto" if picture.flat else "equal",
     )
     style.quiet(ax)
 
 
 def _reduced(seen: Maps, reduce: str) -> Maps:
+    # A norm over one channel would take its sign away.
     array: Array = seen.array[0] if len(seen.array) == 1 else _REDUCTIONS[reduce](seen.array)
     return seen._replace(array=array)
 
@@ -111,6 +116,7 @@ def _channels(count: int, wanted: int | Sequence[int]) -> list[int]:
         return chosen(cast("Sequence[int]", wanted), count, "channels")
     if most < 1:
         raise ValueError(f"channels={wanted}: give a positive number, or a list of channels.")
+    # Not the first ones: after a concatenation they are all of one branch.
     return [int(i) for i in np.linspace(0, count - 1, min(count, most)).round()]
 
 

@@ -43,12 +43,14 @@ def histogram(
 
 def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
     figure, ax = style.single(5.6, 3.2, ax, fig)
+    # In double precision edges stay apart that single precision would round to one number.
     part = finite(value.tensor.double())
     found, good = summary(part), part.values
     low, high = with_room_for(bins, *limits(good.numpy(), clip))
     heights, edges = count(good, bins, low, high)
     ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
     style.chart(ax, "value", "count")
+    # Without a positive number, a logarithmic scale warns.
     if log and any(heights):
         ax.set_yscale("log")
     if found.mean is not None and found.std is not None:
@@ -69,6 +71,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     figure, ax = style.single(7.2, min(max(0.3 * len(found) + 1.1, 2.6), 14), ax, fig)
     # One layer with huge values must not press all the others into a line: the median layer sets the scale.
     spans = np.array([limits(value.tensor.numpy(), clip) for value in found])
+    # A range above zero is drawn from zero on, the one value that layers have in common.
     low, high = min(float(np.percentile(spans[:, 0], 15)), 0.0), float(np.percentile(spans[:, 1], 85))
     low, high = with_room_for(bins, low, high if high > low else low + 1)
     edges = np.linspace(low, high, bins + 1)
@@ -76,6 +79,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     colors = style.colormap("viridis")(np.linspace(0.08, 0.82, len(found)))
     for row, value in enumerate(found):
         heights = _heights(count(value.tensor.double(), bins, low, high).counts, log)
+        # Downwards, so that the first layer is on top; later ones are drawn over the feet of earlier ones.
         base = -float(row)
         ax.fill_between(middle, base, base + heights, color=colors[row], alpha=0.85, linewidth=0, zorder=row + 2)
         ax.plot(middle, base + heights, color="white", linewidth=0.8, zorder=row + 2)
@@ -83,6 +87,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     ax.margins(x=0)
+    # The highest a ridge gets is 1.6, see ``_heights``.
     ax.set_ylim(-len(found) + 0.6, 1.9)
     style.names(
         ax, [value.name + _mark(value) for value in found], "y", width=36, places=[-i for i in range(len(found))]

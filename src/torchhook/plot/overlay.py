@@ -51,6 +51,7 @@ def overlay(
         drawn = draw(panel, picture, one, alpha, cmap)
         if label:
             style.title(panel, label, small=len(heats) > 1)
+    # A bar beside all panels is true only if it is true of each.
     one_scale = all(np.allclose(limits(one, clip=0.5), limits(heats[0], clip=0.5), rtol=0.1, atol=0.1) for one in heats)
     if bar and ax is None and drawn is not None and one_scale:
         style.colorbar(axes[0], drawn, over=axes)
@@ -60,14 +61,17 @@ def overlay(
 def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
     """One image with its map, and the scale of its colors."""
     size = picture.shape[:2]
+    # imshow counts in pixels: a map of 8 × 8 would lie in the corner of its image.
     resized = F.interpolate(torch.from_numpy(heat)[None, None].float(), size, mode="bilinear")[0, 0].numpy()
     low, high = limits(heat, clip=0.5)
     scaled = np.nan_to_num(np.clip((resized - low) / (high - low), 0, 1), nan=0.0)
+    # A map without differences points nowhere, and would tint all of the image.
     if not np.ptp(heat[np.isfinite(heat)] if np.isfinite(heat).any() else np.zeros(1)):
         scaled = np.zeros_like(scaled)
     ax.imshow(picture, interpolation="bilinear")
     matplotlib = require("matplotlib", "viz")
     norm = matplotlib.colors.Normalize(low, high)
+    # In the map's own numbers again, which the color bar shows. An exponent below 1 keeps the middle of them visible.
     ax.imshow(scaled * (high - low) + low, cmap=style.colormap(cmap), norm=norm, alpha=alpha * scaled**0.75)
     style.quiet(ax)
     return matplotlib.cm.ScalarMappable(norm, style.colormap(cmap))
@@ -75,6 +79,7 @@ def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
 
 def _heats(heat: Any) -> list[Array]:
     array: Array = heat.detach().cpu().float().numpy() if isinstance(heat, Tensor) else np.asarray(heat, np.float32)
+    # Not channels: maps have none, so that a further dim is the depth of a volume.
     if array.ndim == 4 and array.shape[1] > 1:
         array = array[:, array.shape[1] // 2]
     if array.ndim == 4:

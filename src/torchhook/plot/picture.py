@@ -14,8 +14,10 @@ class Picture(Figure):
 
     def __init__(self, width: float, height: float, layout: Literal["constrained", "compressed"]) -> None:
         super().__init__(figsize=(width, height), dpi=110, facecolor="white", layout=layout)
+        # The canvas that a figure has by itself draws nothing when told to.
         FigureCanvasAgg(self)
 
+    # Notebooks know how to show figures once pyplot has told them, and this one comes without pyplot.
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")

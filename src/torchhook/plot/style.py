@@ -34,6 +34,7 @@ def canvas(
         return ax.figure
     if fig is not None:
         return fig
+    # Not above: the class derives from matplotlib's, which is loaded when the first picture is drawn.
     from torchhook.plot.picture import Picture
 
     return Picture(width, height, layout)
@@ -64,11 +65,13 @@ def panels(
     columns = min(count, columns or columns_for(count))
     rows = math.ceil(count / columns)
     wide, high = (side * min(shape, _WIDEST), side * min(shape, _WIDEST) / shape) if shape > 1 else (side * shape, side)
+    # Inches, for a figure of our own: a little air around each panel, and a line each for title and heading.
     width, height = columns * (wide + 0.1) + 0.55 * bar, rows * (high + (0.26 if titles else 0.1)) + 0.32 * head
     figure = canvas(max(width, 2.2), height, ax, fig, "compressed")
     if ax is None:
         grid = figure.add_gridspec(rows, columns)
         return figure, [figure.add_subplot(grid[i // columns, i % columns]) for i in range(count)]
+    # Insets, in an axes that is the user's: a grid in the figure would lie over its other axes.
     ax.set_axis_off()
     width, height = 1 / columns, 1 / rows
     gap = 0.08 if count > 1 else 0.0
@@ -87,6 +90,7 @@ def panels(
 
 def columns_for(count: int) -> int:
     """How many panels go side by side."""
+    # More wide than high, as screens and pages of text are.
     return count if count <= 4 else min(math.ceil(math.sqrt(count * 1.4)), 10)
 
 
@@ -118,6 +122,7 @@ def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
     ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.7)
     ax.tick_params(which="both", labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=3)
     ax.tick_params(which="minor", length=1.5)
+    # The default draws the grid over bars.
     ax.set_axisbelow(True)
     if grid is not None:
         ax.grid(axis=grid, color=FAINT, linewidth=0.7)
@@ -127,6 +132,7 @@ def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
 
 def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | None = None) -> None:
     """A thin color bar beside an axes, or beside all panels."""
+    # The aspect is height by width: a bar along three rows would be three times as thick.
     rows = 1 if over is None else len({round(a.get_position().y0, 3) for a in over})
     bar = ax.figure.colorbar(mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows)
     bar.outline.set_visible(False)
@@ -165,6 +171,8 @@ def size(ax: Axes) -> tuple[float, float]:
 
 def caption(ax: Axes, name: str, note: str = "") -> str:
     """A small title that is no wider than its panel."""
+    # An estimate, here and below: a letter is about half as wide as its size in points, of which 72 are an inch. To
+    # measure it, the figure would have to be drawn.
     letters = int(size(ax)[0] / (0.55 * SMALL / 72))
     return " · ".join(part for part in (elide(name, max(letters - len(note), 5)), note) if part)
 

@@ -46,6 +46,7 @@ def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Val
         raise TypeError("sites are chosen from a recording or a dict, and this is one value.")
     else:
         pairs = [("", source)]
+    # A dict is taken for what a recording gives, batch first; a bare tensor may be anything.
     recorded = isinstance(source, (Recording, Mapping))
     found = [Value(name, tensor, recorded) for name, v in pairs if (tensor := first(v)) is not None and tensor.numel()]
     if not found:
@@ -64,6 +65,7 @@ def one(source: Source, sites: str | None = None) -> Value:
 
 def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
     every = recording.all(key)
+    # The number of the call only where there are several: most layers run once.
     if len(every) == 1:
         return [(key, every[0])]
     return [(str(record.site.but(call=record.call)), record.value) for record in recording.records(key)]
@@ -72,12 +74,14 @@ def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
 def first(value: Any) -> Tensor | None:
     """The first tensor of a value, preferably a floating-point one, dense, real and on the CPU."""
     if isinstance(value, np.ndarray):
+        # torch refuses the negative strides of a flipped array.
         value = torch.from_numpy(np.ascontiguousarray(value))
     found = list(tree.tensors(value))
     chosen = next((t for t in found if t.is_floating_point() or t.is_complex()), next(iter(found), None))
     if chosen is None or not readable(chosen):
         return None
     chosen = dense(chosen)
+    # numpy has no bfloat16, and statistics in half precision overflow.
     return chosen.to("cpu", torch.float64 if chosen.dtype == torch.float64 else torch.float32)
 
 
@@ -98,6 +102,7 @@ def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequenc
     batch, sample = _batch(value, sample, kind)
     if batch.dim() <= 2:
         return Maps(batch[sample].reshape(1, 1, -1).numpy(), f"{batch[sample].numel()} values", flat=True)
+    # A matrix that nobody recorded is one map; a recorded one is examples by features, which was dealt with above.
     if value.tensor.dim() == 2 and kind != "tokens" and grid is None:
         return Maps(batch.numpy())
     found = guess(batch.shape, kind, grid)
@@ -132,6 +137,7 @@ def _left_out(layout: Layout) -> str:
 def number(value: Any) -> int | None:
     """A whole number of Python, numpy or torch as Python's; ``None`` for anything else."""
     try:
+        # Not int(): that would take 2.7 and "3" as well.
         return operator.index(value)
     except TypeError:
         return None
@@ -151,10 +157,12 @@ def limits(array: Array, clip: float = 1.0, center: bool = False) -> tuple[float
 
     ``center`` makes it symmetric about zero.
     """
+    # In double precision: between huge values, percentiles in single precision overflow.
     good = array[np.isfinite(array)].astype(np.float64)
     if not good.size:
         return 0.0, 1.0
     low, high = inner_range(good, clip)
+    # Nearly all values are one number, and the clipping took the others: they are what there is to see.
     if low == high:
         low, high = float(good.min()), float(good.max())
     if center:
@@ -164,6 +172,7 @@ def limits(array: Array, clip: float = 1.0, center: bool = False) -> tuple[float
 
 def flaws(array: Array) -> str:
     """What a picture does not show by itself: NaN, infinities, a constant."""
+    # A copy: torch warns of arrays that it must not write to.
     part = finite(torch.from_numpy(np.array(array)))
     said = []
     if part.bad:
