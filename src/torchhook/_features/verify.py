@@ -40,7 +40,8 @@ class Report:
 
     def discard(self) -> list[int]:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
-        broken = [problem.shard for problem in self.problems if problem.kind != "missing"]  # there is no file to delete
+        # Of a missing one there is no file to delete.
+        broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
         for shard in broken:
             Store(self.path).storage.remove(shards.name_of(shard))
         return broken
