@@ -71,9 +71,10 @@ def cam(
     """
     formula = known_method(method)
     index = Index(model)
-    known = None if layer is None else _one(index, layer)
+    known = None if layer is None else _one(index, layer)  # now: a wrong name costs no forward pass
     chunks = perturb.Chunks(batch, channels, progress)
     with _quiet(model):
+        # In here: what is cloned in the caller's inference mode would be an inference tensor again.
         shown = subject(inputs)
         site = known or _one(index, choose(model, index, shown, _first_score(target, shown.examples)))
         seen = _look(model, index, site, shown, target, formula in BY_GRADIENT)
@@ -116,6 +117,7 @@ def _one(index: Index, layer: Selector) -> Target:
 @contextlib.contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, whatever the caller's gradient mode; everything as before afterwards."""
+    # In this order: leaving inference mode turns gradients on.
     with torch.inference_mode(False), torch.no_grad(), calling.undisturbed(model), calling.evaluating(model):
         yield
 
@@ -152,6 +154,7 @@ class _Seen:
         return tree.put(value, leaf, lambda tensor: self._begin(tensor, site.call or 0))
 
     def _begin(self, tensor: Tensor, call: int) -> Tensor:
+        # The model may have turned gradients off around this layer; the graph starts here all the same.
         with torch.set_grad_enabled(self._gradients):
             start = self.values[call] = tensor.detach().clone().requires_grad_(self._gradients)
             # The model goes on with a copy: a layer that works in place must leave the activation alone.
@@ -162,9 +165,11 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
     seen = _Seen(target, len(shown.size), gradients)
     session = Session(model, index=index, warn=False)
     session.edit(target, seen.begin)
+    # A second time after choose: the layer may have been named, and tokens are laid out by the grids of other layers.
     watch_grids(seen.grids, session)
     with torch.set_grad_enabled(gradients), session as recording:
         output = calling.call(model, shown.inputs)
+        # Kept for the trials that follow: the class that is explained must be the one of the unchanged input.
         seen.score = Scores(goal, output, shown.examples)
         seen.scores = seen.score(output)
     if not seen.values:
@@ -181,6 +186,7 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
 def _gradient(seen: _Seen) -> Tensor:
     gradient: Tensor | None = None
     if seen.scores.requires_grad:
+        # Not backward, which writes to .grad. One pass serves all: in evaluation mode, no example touches another.
         (gradient,) = torch.autograd.grad(seen.scores, seen.activation, torch.ones_like(seen.scores), allow_unused=True)
     if gradient is None:
         raise SelectorError(

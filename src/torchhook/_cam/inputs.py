@@ -29,7 +29,7 @@ class Subject(NamedTuple):
         """``count`` times one example; ``image`` instead of its own."""
 
         def repeat(tensor: Tensor) -> Tensor:
-            if not tensor.dim() or tensor.shape[0] != self.examples:
+            if not tensor.dim() or tensor.shape[0] != self.examples:  # shared by all examples, as a mask may be
                 return tensor
             return tensor[example : example + 1].expand(count, *tensor.shape[1:])
 
@@ -50,7 +50,7 @@ def subject(given: Any) -> Subject:
     if images:
         address, image = max(images, key=lambda pair: (pair[1].dim(), math.prod(pair[1].shape)))
     elif ids:
-        address, image = ids[0]
+        address, image = ids[0]  # tokenizers and models have the ids before the mask, which looks the same
     else:
         raise TypeError(
             f"a class activation map needs an input of batch × channels × size, or token ids of batch × length; "

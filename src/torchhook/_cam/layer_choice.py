@@ -77,12 +77,14 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
 
     for module in index.distinct.values():
         site = Site(index.names(module)[0])
+        # Not the model itself: it ends last, so that a segmentation model would always be explained by its own output.
         if site.path and is_callable(module) and not _is_passive(module):
             session.look(Target(site, module), passing(site))
             session.look(Target(site.but(port="grad"), module), going_back(site))
     with torch.enable_grad(), _differentiable(model, subject) as needed, session:
         scores = score(calling.call(model, subject.inputs)).sum()
         if needed and scores.requires_grad:
+            # For the looks on the way; the gradients themselves are not wanted, and nobody's .grad is written to.
             torch.autograd.grad(scores, needed, allow_unused=True)
     if not ended:
         raise SelectorError(
@@ -91,6 +93,7 @@ def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[An
         )
     # A head of zeros, as some models are born with, leaves nothing alive.
     candidates = [site for site in ended if site in alive] or ended
+    # A layer that runs several times is named with its call: a map is made of one.
     calls = [site for site in ended if site.every_call == candidates[-1].every_call]
     return str(candidates[-1] if len(calls) > 1 else candidates[-1].every_call)
 
@@ -103,6 +106,7 @@ def _differentiable(model: nn.Module, subject: Subject) -> Iterator[list[Tensor]
     """
     starts = [t for t in tree.tensors(subject.inputs) if t.is_floating_point()]
     if not subject.image.is_floating_point():
+        # An inference tensor cannot be made to require gradients.
         starts += [p for p in model.parameters() if p.is_floating_point() and p.is_leaf and not p.is_inference()]
     frozen = [t for t in starts if not t.requires_grad]
     try:
@@ -115,4 +119,5 @@ def _differentiable(model: nn.Module, subject: Subject) -> Iterator[list[Tensor]
 
 
 def _is_passive(module: nn.Module) -> bool:
+    # Only leaves: a block that is named after its pooling or embedding makes maps of its own.
     return not any(True for _ in module.children()) and _PASSIVE.search(type(module).__name__) is not None

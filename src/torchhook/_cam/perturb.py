@@ -53,6 +53,7 @@ def ablation_weights(
     def trial(example: int, channels: Tensor) -> Tensor:
         def without(value: Tensor) -> Tensor:
             batch = layout.batch if layout.kind == "tokens" else 0
+            # A copy: the same tensor may go on elsewhere, as in a residual connection.
             rows = value.movedim(batch, 0).movedim(layout.channels, 1).clone()
             rows[torch.arange(len(channels), device=channels.device), channels] = 0
             return rows.movedim(1, layout.channels).movedim(0, batch)
@@ -60,13 +61,14 @@ def ablation_weights(
         def edit(value: object, site: Site) -> object:
             return tree.put(value, leaf, without)
 
-        session = Session(model, index=index, warn=False)
+        session = Session(model, index=index, warn=False)  # for each trial, because a session opens once
         session.edit(target, edit)
         with session:
             output = calling.call(model, subject.copies(example, len(channels)))
         return score(output, example)
 
     before = before[:, None].cpu()
+    # A channel that was not tried keeps the score, and so has no weight.
     scores = chunks.run(trial, maps, before.expand(maps.shape[:2]).clone())
     return ablationcam_weights(before.to(scores), scores).to(maps)
 

@@ -59,6 +59,7 @@ def upsample(maps: Tensor, size: Sequence[int]) -> Tensor:
     """Batch × grid, resized linearly to batch × size."""
     if tuple(maps.shape[1:]) == tuple(size) or len(size) not in _MODES or maps.dim() != len(size) + 1:
         return maps
+    # Pixels by their centers, as OpenCV resizes: the maps of other libraries agree.
     return F.interpolate(maps[:, None], tuple(size), mode=_MODES[len(size)], align_corners=False)[:, 0]
 
 
@@ -68,5 +69,5 @@ def stretch(maps: Tensor) -> Tensor:
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     spread = high - low
     noise = _ROUNDING * torch.finfo(maps.dtype).eps * torch.maximum(low.abs(), high.abs())
-    constant = (spread <= noise) & spread.isfinite()
+    constant = (spread <= noise) & spread.isfinite()  # what is not finite must show, not become zero
     return ((flat - low) / spread.where(~constant, 1.0)).where(~constant, 0.0).reshape(maps.shape)

@@ -119,9 +119,10 @@ def extract(
         engine_options=engine_options or {},
     )
     job.check(request)
+    # Around the preparation too: the first batch is loaded and run there, and both may draw random numbers.
     with random_numbers_kept():
         prepared = job.prepare(request)
-        if dry_run:
+        if dry_run:  # only execute writes
             return prepared.estimate
         whole = job.execute(prepared)
         return job.finish(prepared, whole)

@@ -45,6 +45,7 @@ class SpanSampler:
         for first, last in self.spans:
             start = first
             while start < last:
+                # Searched, not counted: a span begins wherever a shard does, which may be inside a listed batch.
                 stop = start + self.size if self.ends is None else self.ends[bisect_right(self.ends, start)]
                 yield start, min(stop, last)
                 start = stop
@@ -104,10 +105,12 @@ class Tolerant:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    # Without __getitems__, which a loader would prefer: rows that are loaded at once fail at once.
     def __getitem__(self, index: int) -> Any:
         try:
             return self.dataset[index]
         except Exception as error:
+            # Raised, it would take the whole batch along, and nobody would know which row it was.
             return _Failure(why(error))
 
 

@@ -19,9 +19,10 @@ def torchrun(task: Task, progress: Progress) -> int | None:
     """Every rank does its share, then what nobody has done yet: a rank that died, or has more left than the others."""
     rank, world = ranks()
     rows = _share(task, progress, rank, world)
-    if not isinstance(task.source, Stream):
+    if not isinstance(task.source, Stream):  # a stream is over once it has been read
         # From the other end than the rank that they belong to: two ranks then meet only once.
         for shard in reversed(task.store.missing(task.manifest) or []):
+            # Asked anew each time: the other ranks are at work, too.
             if shard not in task.store.sizes():
                 task.do_shards([shard], progress.shard, progress.rows)
     return rows

@@ -24,7 +24,7 @@ from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
 from torchhook.errors import ExtractError
 
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 64 << 20  # so many, times four slabs, is the memory that features take
 MOST_ROWS = 1 << 16
 """Small rows would make a shard that takes too long to do again."""
 
@@ -64,6 +64,7 @@ def measure(
             if not skip:
                 raise
             last = error
+        # One row tells the columns as well as all of them; the batch itself is left to the run.
         for one in batch.singles():
             with contextlib.suppress(Exception):
                 if one.value is not None:
@@ -89,6 +90,7 @@ def _measured(
             found[spec.name] = spec, nbytes
         values[site] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
 
+    # Whole: a layer may run again after the last site was seen, and then its address is not enough.
     seconds = _timed(lambda: forward(batch.value, device, look, stop=False), device)
     for site, times in calls.items():
         if times > 1:
@@ -97,6 +99,7 @@ def _measured(
                 f"{name!r} runs {times} times in one forward pass: say which call is meant, "
                 f"'{name}#0' to '{name}#{times - 1}'."
             )
+    # As they were asked for, not as they ran: runs are compared by this list.
     ordered = [c for site in forward.sites for c in found if c == site or c.startswith(f"{site}[")]
     own = extra_columns(extras.of(batch.value, batch.start, good))
     nbytes = sum(nbytes for _, nbytes in found.values())
@@ -108,6 +111,7 @@ def _timed(function: Callable[[], None], device: torch.device) -> float:
     start = time.perf_counter()
     function()
     if device.type == "cuda":
+        # Kernels are only queued when the call returns.
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
 

@@ -39,12 +39,14 @@ def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterat
     """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was."""
     with calling.evaluating(model):
         with _lock:
+            # Locked until it has moved: another thread must not run a model of which half is elsewhere.
             moved = _moved(model, device)
             moved.users += 1
             try:
                 if moved.moves and moved.users == 1:
                     model.to(moved.there)
             except BaseException:
+                # Out of memory on the way, say: what has moved goes home.
                 _leave(model, moved)
                 raise
         try:
@@ -58,7 +60,7 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     home = next(iter(homes), torch.device("cpu"))
     there = home if device is None else torch.device(device)
-    if str(there) == "cuda":
+    if str(there) == "cuda":  # to torch, it does not equal cuda:0
         there = torch.device("cuda", torch.cuda.current_device())
     known = _models.get(id(model))
     if known is None:
@@ -79,6 +81,7 @@ def _leave(model: nn.Module, moved: _Moved) -> None:
         if moved.moves:
             model.to(moved.home)
     finally:
+        # After the move, which makes new buffers: the model gets back the very objects that it had.
         moved.restore_buffers()
 
 

@@ -18,7 +18,7 @@ from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError
 from torchhook.transforms import Rows
 
-_PLAIN = torch.contiguous_format
+_PLAIN = torch.contiguous_format  # slabs are; a transfer between two memory formats is no plain copy of bytes
 
 
 class Piece(NamedTuple):
@@ -45,6 +45,7 @@ def pieces(start: int, good: Sequence[int], slabs: dict[int, Slab], rows_per_sha
 
 
 def _run_end(numbers: Sequence[int], low: int, end: int) -> int:
+    # All together, as nearly always: no need to walk.
     if numbers[end - 1] - numbers[low] == end - 1 - low:
         return end
     high = low + 1
@@ -76,6 +77,7 @@ class Extras:
         """Which positions of each row count: a mask ``(rows, T)``, or lengths ``(rows,)``."""
         if self.lengths is None or self.lengths is False:
             return None
+        # On the host, where the offsets of rows are needed; what a loader gives is still there.
         return torch.as_tensor(inputs.part_of(batch, self.lengths, "lengths")).cpu()  # type: ignore[arg-type]
 
 
@@ -104,7 +106,7 @@ def _plain(name: str, value: Any, rows: int) -> Any:
 
 
 def _text(text: str) -> Tensor:
-    data = bytearray(text.encode())
+    data = bytearray(text.encode())  # torch warns of memory that it must not write to, and takes no empty one
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -119,6 +121,7 @@ class Fill:
         self.copies = copies
 
     def begin(self, into: list[Piece], rows: int, first_row: int, mask: Tensor | None) -> None:
+        # Kept here, because a hook brings nothing but its site and value.
         self.into, self.rows, self.first_row, self.mask = into, rows, first_row, mask
 
     def extras(self, values: dict[str, Any]) -> None:
@@ -143,6 +146,7 @@ class Fill:
                 raise ExtractError(f"{shown(name)!r}: a tensor that was not there in the first batch. {self._where()}")
             self._put(spec, part)
             seen += 1
+        # A slab is used again: what is not filled would still hold the rows of an earlier shard.
         wanted = sum(name == site or name.startswith(f"{site}[") for name in self.specs)
         if seen != wanted:
             raise ExtractError(f"{shown(site)!r}: {seen} tensors where the first batch had {wanted}. {self._where()}")
@@ -194,6 +198,7 @@ class Fill:
 
 def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
     """Whether values of a dtype can be stored as another. Floats of any width can: what overflows is found later."""
+    # First: iinfo knows no bool.
     if found == stored or torch.bool in (found, stored):
         return found in (stored, torch.bool)
     if stored.is_floating_point or stored.is_complex or found.is_floating_point or found.is_complex:
@@ -221,6 +226,7 @@ def _items(value: Tensor | Rows, low: int, high: int, mask: Tensor | None) -> tu
         if mask.shape[1] != width:
             raise ExtractError(f"lengths=: a mask of {mask.shape[1]} positions for values of {width}.")
         chosen = mask[low:high].bool()
+    # Counted on the host: value[chosen] would make it wait until the GPU has counted.
     positions = chosen.reshape(-1).nonzero().squeeze(1)
     items = value[low:high].flatten(0, 1).index_select(0, positions.to(value.device, non_blocking=True))
     return items, chosen.sum(1).tolist()
@@ -234,6 +240,7 @@ def site_columns(
     for name, part in parts(site, value):
         if len(part) != rows or (isinstance(part, Tensor) and not part.dim()):
             raise ExtractError(f"{shown(name)!r}: {len(part)} rows for a batch of {rows}. {_ROWS_HINT}")
+        # (N, C) cannot be told from (N, T): a value of two dims is taken for a pooled one, and stays whole.
         ragged = isinstance(part, Rows) or (mask is not None and part.dim() >= 3)
         items = _items(part, 0, rows, mask)[0] if ragged else part
         assert isinstance(items, Tensor)

@@ -48,6 +48,7 @@ def _contents(tensor: Tensor) -> str:
     try:
         plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         flat = plain.detach().contiguous().reshape(-1)
+        # A view as wide integers must begin at one.
         if flat.storage_offset() * flat.element_size() % 8:
             flat = flat.clone()
         # Wide items are summed several times faster.
@@ -63,6 +64,7 @@ def _contents(tensor: Tensor) -> str:
 def _weights() -> Tensor:
     """Odd numbers without a pattern, one for each place in a block."""
     numbers = np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    # Odd factors can be undone modulo 2**64: another number in one place is always another sum.
     numbers = (numbers ^ (numbers >> np.uint64(32))) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64))
 
@@ -126,6 +128,7 @@ def _text(value: Any, around: tuple[int, ...]) -> str:
         return _of_python(value, around)
     if isinstance(value, (types.BuiltinFunctionType, type)):
         return f"{value.__module__}.{value.__qualname__}"
+    # One of its own: the repr of object shows where it lies, and that is new in each process.
     if "__repr__" in {n for c in type(value).__mro__[:-1] for n in vars(c)} and not _ADDRESS.search(repr(value)):
         return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}({_text(getattr(value, '__dict__', {}), around)})"

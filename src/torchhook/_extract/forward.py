@@ -56,6 +56,7 @@ class Forward:
             self.transform = transform
 
     def __getstate__(self) -> dict[str, Any]:
+        # An index knows modules by id, which says nothing in another process.
         return {**self.__dict__, "index": None, "targets": [t.site for t in self.targets]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,12 +67,14 @@ class Forward:
     def __call__(self, batch: Any, device: torch.device, put: Put, stop: bool = True) -> None:
         """Run a batch; ``put`` is called inside the hooks, when the value is still what the layer produced."""
         args, kwargs = inputs.move(inputs.call_of(batch, self.model, self.input_fn), device)
+        # For each batch, because a session opens once; the index serves all of them.
         session = Session(self.model, index=self.index, warn=False)
         for target in self.targets:
             site = str(target.site)
             session.look(target, _hand_on(site, self.transforms[site], put))
         if stop:
             session.stop_when_seen(self.targets)
+        # Not inference_mode: what a model keeps for itself, a cache of positions, could not be trained with later.
         with torch.no_grad(), self._autocast(device), session:
             self.model(*args, **kwargs)
         for site, why in session.recording.missing.items():
@@ -102,6 +105,7 @@ def _by_site(transform: Transforms, index: Index, targets: list[Target]) -> dict
     for target in targets:
         site = target.site
         keys = [key for key, sites in meant if site in sites]
+        # "*" for all and an address for the one that differs is how one writes it: no conflict.
         keys = [key for key in keys if isinstance(key, str) and key in (str(site), site.shown)] or keys
         if len(keys) > 1:
             raise ExtractError(

@@ -39,10 +39,12 @@ class ImageFolder(Dataset[Any]):
         if not self.root.is_dir():
             raise FileNotFoundError(f"{self.root} is not a folder: data= needs the path of a folder of images.")
         found = [path for path in self.root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
+        # Rows are known by number: the order of the file system differs between machines, and so do its separators.
         self.ids = sorted(path.relative_to(self.root).as_posix() for path in found)
         if not self.ids:
             raise ExtractError(f"no images below {self.root}; looked for {', '.join(sorted(SUFFIXES))}.")
         folders = [path.rpartition("/")[0] for path in self.ids]
+        # An image beside the folders has no class: then folders are only where images lie.
         self.classes = sorted(set(folders)) if all(folders) else []
         numbers = {name: i for i, name in enumerate(self.classes)}
         self.labels = [numbers[folder] for folder in folders] if self.classes else None
@@ -75,10 +77,12 @@ class ImageFolder(Dataset[Any]):
         pillow = require("PIL.Image", "images")
         height, width = self.size
         with pillow.open(self.root / name) as opened:
-            image = opened.convert("RGB")
+            image = opened.convert("RGB")  # reads the file, which is closed after this
         scale = max(height / self.crop / image.height, width / self.crop / image.width)
+        # Rounding may lose a pixel, and a crop beyond the edge would be black there.
         large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
         image = image.resize(large, getattr(pillow.Resampling, self.interpolation.upper()))
         left, top = (large[0] - width) // 2, (large[1] - height) // 2
+        # Not asarray: it gives memory that cannot be written to, and torch warns of that.
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std

@@ -19,6 +19,7 @@ Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | Non
 """A key or position in the batch, a function of the batch, or one value for every row of the data set."""
 
 _LABELS = ("label", "labels", "target", "targets", "y")
+# Even where forward takes them: models of transformers have a parameter for labels, and compute a loss if it is given.
 _NOT_INPUTS = frozenset({*_LABELS, "id", "ids", "idx", "index", "path", "paths", "name", "key"})
 
 
@@ -29,7 +30,7 @@ def rows_in(batch: Any) -> int:
     4
     """
     for tensor in tree.tensors(batch):
-        if tensor.dim():
+        if tensor.dim():  # a lone number, such as a step, has no rows
             return len(tensor)
     if isinstance(batch, (list, tuple, np.ndarray)):
         return len(batch)
@@ -51,7 +52,7 @@ def call_of(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None)
         if isinstance(made, tuple):
             return Inputs(made, {})
         return Inputs((), dict(made)) if isinstance(made, Mapping) else Inputs((made,), {})
-    fields = _fields(batch)
+    fields = _fields(batch)  # before tuples: a named one is both
     if fields is not None:
         return _keywords(fields, model)
     if isinstance(batch, (tuple, list)) and batch:
@@ -75,6 +76,7 @@ def _keywords(fields: dict[str, Any], model: nn.Module) -> Inputs:
     named = {key: value for key, value in given.items() if key in parameters}
     if named:
         return Inputs((), named)
+    # A single field is the input, whatever it is called.
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and len(given) > 1:
         return Inputs((), given)
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
@@ -94,6 +96,7 @@ def labels_of(batch: Any) -> Any:
     else:
         found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
     if isinstance(found, Tensor):
+        # The second of two may also be a second input, or a target as large as the image.
         return found if found.dim() == 1 and len(found) == rows_in(batch) else None
     texts = isinstance(found, (list, tuple)) and len(found) > 0 and all(isinstance(text, str) for text in found)
     return list(found) if texts and found is not None else None
@@ -120,4 +123,5 @@ def move(value: Any, device: torch.device) -> Any:
     """The tensors of a value on ``device``; from pinned memory without waiting."""
     if device.type == "cpu":
         return tree.map_tensors(lambda t: t if t.device == device else t.to(device), value)
+    # Safe from memory that is not pinned, too: CUDA has taken it over when the call returns.
     return tree.map_tensors(lambda t: t.to(device, non_blocking=True), value)

@@ -79,6 +79,7 @@ def check(request: Request) -> None:
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}: give a positive number.")
     if request.engine == "ray":
+        # Here, and not after the first batch has been loaded and run.
         require("ray", "ray")
     elif request.engine_options:
         raise ValueError(f"engine_options={request.engine_options} are for engine='ray'.")
@@ -120,7 +121,7 @@ def prepare(request: Request) -> Job:
         autocast=request.autocast,
     )
     with evaluating_on(request.model, request.run_on) as device:
-        source = _source(request, pin=device.type == "cuda")
+        source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
         measured = measure(forward, source, extras, device, request.dtype, request.skip)
@@ -159,6 +160,7 @@ def _manifest(
     """What this run would write. Where the call leaves it open, a store that is there decides."""
     rows_per_shard = request.rows_per_shard
     if rows_per_shard is None and before is not None and request.shard_bytes is None:
+        # Else another batch size, or a first batch of longer rows, would cut other shards and be refused.
         rows_per_shard = before.rows_per_shard
     return Manifest(
         columns=measured.columns,
@@ -182,11 +184,13 @@ def _manifest(
 
 def execute(job: Job) -> Manifest:
     """Do the shards that are missing; what is returned knows how many rows there are, a stream's too."""
+    # First of all: a store must not be deleted for one that does not fit.
     _check_room(job)
     request, store = job.request, job.store
     if not request.resume:
         store.clear()
     agreed = job.task.manifest = store.agree(job.task.manifest)
+    # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())

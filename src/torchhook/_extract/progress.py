@@ -37,6 +37,7 @@ class Progress:
             self.bytes += done.nbytes
             rate = self.bytes / 1e6 / max(1e-9, time.perf_counter() - self._start)
             if self._bar is not None:
+                # Writers' threads leave the drawing to the thread that counts rows.
                 self._bar.set_postfix_str(f"{rate:.1f} MB/s, shard {done.shard}", refresh=False)
         if done.skipped:
             row, why = next(iter(done.skipped.items()))

@@ -24,6 +24,7 @@ class ShardActor:
     """Holds the model, and does the shards it is told to."""
 
     def __init__(self, task: Any) -> None:
+        # Handed over by reference: the model is stored once for each machine, not sent to every actor.
         self.task: Task = require("ray", "ray").get(task)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +70,10 @@ def on_ray(
         ray.init()
     actors, num_cpus, num_gpus = _pool(ray.cluster_resources(), len(todo), actors, num_cpus, num_gpus)
     if num_gpus and task.device is None:
+        # Without a number: Ray shows an actor its own GPU only, and that is number 0.
         task.device = "cuda"
     held = ray.put(task)  # an actor that is started again needs it, however late
+    # One block for each shard: a block is what Ray deals out, and does again when an actor is lost.
     tasks = data.from_items([{"shard": shard} for shard in todo], override_num_blocks=len(todo)).map_batches(
         ShardActor,
         fn_constructor_args=(held,),
@@ -85,6 +88,7 @@ def on_ray(
             if row["error"]:
                 error, text = pickle.loads(row["error"])
                 raise error from ExtractError(f"in a Ray actor:\n{text}")
+            # As JSON, a row of one shape whatever was skipped; it made texts of the numbers of rows.
             shard, rows, nbytes, ours, skipped = json.loads(row["done"])
             progress.rows(rows)
             progress.shard(Done(shard, rows, nbytes, ours, {int(number): why for number, why in skipped.items()}))
@@ -107,6 +111,7 @@ def _pool(
 def _share_of(cpus: float, actors: int, num_cpus: float | None) -> float:
     """CPUs per actor. One must stay free, or Ray Data waits for it for ever (ray#44687)."""
     if num_cpus is None:
+        # Rounded down: shares that sum to more than there is are never placed.
         return min(1.0, max(0.0, math.floor((cpus - 1) / actors * 100) / 100))
     if num_cpus * actors > cpus - 1:
         raise ExtractError(

@@ -69,6 +69,7 @@ class Ragged:
         start = int(self.offsets[at])
         end = start + len(items)
         if end > len(self.data):
+            # Copies into the old memory may still be running, and it is moved now.
             copies.wait()
             grown = self._empty(max(end, len(self.data) * 3 // 2))
             grown[:start] = self.data[:start]
@@ -77,6 +78,7 @@ class Ragged:
         self.offsets[at + 1 : at + 1 + len(lengths)] = start + torch.tensor(lengths, dtype=torch.int64).cumsum(0)
         self.filled = at + len(lengths)
 
+    # Rows come here twice when their batch has failed and they are run again one by one.
     def _extend(self, at: int) -> None:
         """End at row ``at``: forget what is there or later, and leave rows that were passed over empty."""
         if at > self.filled:
@@ -113,12 +115,14 @@ class Slab:
         self.columns: dict[str, Fixed | Ragged] = {}
         for spec in specs:
             if spec.ragged:
+                # Guesses, by the first batch and by the length of a path: what is too small grows.
                 items = max(1, rows * row_bytes // max(1, spec.item_bytes)) if not spec.text else rows * 32
                 self.columns[spec.name] = Ragged(spec, rows, pin, items)
             else:
                 self.columns[spec.name] = Fixed(spec, rows, pin)
 
     def begin(self, shard: int) -> Slab:
+        # Rows of one shape are not cleared: each is written, or blanked, before a shard is committed.
         self.shard, self.rows, self.ready = shard, 0, []
         self.skipped.clear()
         self.metadata.clear()

@@ -61,7 +61,9 @@ class Indexed:
             generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
             **self.options,
         )
+        # A loader starts its workers even if there is nothing to load.
         if len(sampler):
+            # Strict: one batch too few would give all rows after it the ids of others.
             for (start, stop), value in zip(sampler.cuts(), loader, strict=True):
                 yield self._batch(start, stop, value)
 
@@ -81,6 +83,7 @@ class Indexed:
 
     def first(self) -> Iterator[Batch]:
         """Batches to measure with, loaded here and now."""
+        # Without workers: starting them takes longer than to load a batch.
         options, self.options = self.options, {}
         try:
             assert self.rows is not None
@@ -104,6 +107,7 @@ class Stream:
     def _values(self) -> Iterator[tuple[Any, Any]]:
         """Each batch, and the same again, to take its single rows from: the model may change the first in place."""
         if self._rest is None:
+            # Begun once: a generator cannot be read from its beginning again.
             filled = (value for value in self._source if rows_in(value))
             self._rest = ((value, copied(value) if self.tolerant else value) for value in filled)
         again, self._seen = self._seen, []
@@ -154,6 +158,7 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
 
 def _giving_tensors(data: Any) -> Any:
     """A data set of Hugging Face's gives numbers as Python lists, which collate the wrong way round, unless told."""
+    # By name: importing the library only to ask would take seconds.
     if type(data).__module__.split(".")[0] != "datasets" or not hasattr(data, "with_format"):
         return data
     settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
@@ -182,7 +187,7 @@ def _is_map(data: Any) -> bool:
 def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size, tolerant)
-    if loader.batch_sampler is None:
+    if loader.batch_sampler is None:  # it does not say how many rows a batch has
         return Stream(loader, tolerant=tolerant)
     listed = _listed(loader)
     ends = None
@@ -217,6 +222,7 @@ def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:
     if isinstance(loader.sampler, SequentialSampler) and loader.batch_size is not None:
         return None
     random = isinstance(loader.sampler, RandomSampler)
+    # A random sampler is not tried: two orders of a few rows may be the same by chance.
     first, second = ([], [[1]]) if random else (_batches_of(loader), _batches_of(loader))
     if first != second:
         raise ExtractError(

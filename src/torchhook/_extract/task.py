@@ -20,7 +20,7 @@ from torchhook._features.api import Manifest, Store
 from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError, note
 
-SLABS = 4
+SLABS = 4  # one that is being filled, and one for each of three writers
 Wanted = Callable[[int], bool]
 
 
@@ -46,6 +46,7 @@ class Task:
     first: FirstBatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
+        # Its values may lie on a GPU that another process has not, and a batch knows its rows by a closure.
         return {**self.__dict__, "first": None}
 
     def do_shard(self, shard: int) -> Done:
@@ -111,6 +112,7 @@ class _Run:
         batches = self.task.source.batches(spans, self.first and self.first.batch)
         while True:
             try:
+                # By hand, so that an error of the data is told apart from one of the model.
                 batch = next(batches, None)
             except Exception as error:
                 note(error, f"Raised while loading the rows after row {end - 1}." if end else "Raised by the data.")
@@ -127,6 +129,7 @@ class _Run:
     def _batch(self, batch: Batch) -> None:
         end = batch.start + batch.span
         touched = range(batch.start // self.size, (end - 1) // self.size + 1)
+        # A batch holds the slabs of all its shards at once: if there were too few, it would wait for itself.
         if len(touched) >= SLABS:
             raise ExtractError(
                 f"a batch of {batch.span} rows reaches over {len(touched)} shards of {self.size} rows; it may reach "
@@ -145,6 +148,7 @@ class _Run:
     def _open(self, batch: Batch, touched: range) -> None:
         """Take slabs for the shards that begin in a batch and are wanted; what a stream has stored must be the same."""
         stream = self.task.source.kind == "stream"
+        # Where a shard begins is enough to see another order; all batches would cost a pass over all data.
         begun = [shard for shard in touched if shard * self.size >= batch.start]
         check = fingerprint.of_batch(batch.value) if stream and begun else None
         for shard in touched:
@@ -158,7 +162,7 @@ class _Run:
 
     def _submit(self, shard: int) -> None:
         slab = self.open.pop(shard)
-        slab.ready = self.copies.events()
+        slab.ready = self.copies.events()  # the writer waits for the transfers; the model goes on
         self.writer.submit(slab)
 
     def _features(self, batch: Batch, slabs: dict[int, Slab]) -> None:
@@ -189,6 +193,7 @@ class _Run:
             return
         self.fill.begin(into, len(good), batch.start, task.extras.mask(batch.value))
         self.fill.extras(task.extras.of(batch.value, batch.start, good))
+        # By their places alone: tensors have no plain answer to ==.
         if self.first is not None and self.first.batch[:2] == batch[:2]:
             for site, value in self.first.values.items():
                 self.fill.features(site, value)

@@ -49,6 +49,7 @@ class Writer:
         self._store, self._manifest, self._done = store, manifest, done
         self._pin, self._unmade = pin, slabs
         self._skip, self._check_nan = skip, check_nan
+        # Without a limit: there are never more slabs than were made.
         self._free: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -59,12 +60,13 @@ class Writer:
     def take(self, shard: int) -> Slab:
         """A free slab for ``shard``; waits until there is one."""
         self._raise()
+        # Made when needed: pinning memory takes time, and a small data set fills one.
         if self._free.empty() and self._unmade:
             self._unmade -= 1
             about = self._manifest
             rows = about.rows_per_shard if about.rows is None else min(about.rows_per_shard, about.rows)
             return Slab(about.columns, rows, about.row_bytes, self._pin).begin(shard)
-        slab = self._free.get()
+        slab = self._free.get()  # a writer may fail while this waits, so that errors are looked for once more
         self._raise()
         assert slab is not None
         return slab.begin(shard)
@@ -93,16 +95,18 @@ class Writer:
                 # The other shards are still written: what is done is done.
                 note(error, f"Raised while shard {slab.shard} was written.")
                 self._error = self._error or error
-            self._free.put(slab)
+            self._free.put(slab)  # after an error too, or take would wait for ever
 
     def _commit(self, slab: Slab) -> None:
         for event in slab.ready:
             event.synchronize()
         first, _ = self._manifest.span(slab.shard)
+        # Here, where the model does not wait for another pass over the rows.
         if self._check_nan:
             check_values(slab, first, self._manifest.dtype in _NARROW, self._skip)
         metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows), **slab.metadata}
         if slab.skipped:
+            # Sorted: rows are skipped in any order, and the same rows must be the same bytes.
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
         nbytes, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
         skipped = {first + row: why for row, why in slab.skipped.items()}

@@ -76,6 +76,7 @@ class Column:
             )
         found = self._shards[shard]
         if isinstance(found, MappedShard) and not self.spec.ragged:
+            # These hold the maps of their shards open, also those that OpenShards has let go.
             if len(self._tensors) > 4096:
                 self._tensors.clear()
             self._tensors[shard] = found.tensor(self.name)
@@ -97,6 +98,7 @@ class Column:
         offsets = self._offsets.get(shard)
         if offsets is None:
             _, shape, _, _ = found.header.span(self.spec.offsets)
+            # Cloned: a view of them would keep the map of the whole shard open.
             offsets = self._offsets[shard] = found.rows(self.spec.offsets, 0, shape[0]).clone()
             if len(self._offsets) > 1024:
                 self._offsets.pop(next(iter(self._offsets)))
@@ -109,6 +111,7 @@ class Column:
         if first == last:
             return [] if self.spec.ragged else torch.empty((0, *self.spec.shape), dtype=self.dtype)
         parts = [self.block(shard, low, high) for shard, low, high in self._cuts(first, last)]
+        # cat copies a single part too: nobody is given the map itself.
         return [row for part in parts for row in part] if self.spec.ragged else torch.cat(parts)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -130,6 +133,7 @@ class Column:
             if shard not in known:
                 self._shard(shard)
             views.append(known[shard][row - shard * per_shard])
+        # Rows come in any order and from any shard: views cost nothing, and stack copies each of them once.
         return torch.stack(views)
 
     def _gather_ranges(self, rows: list[int]) -> Tensor:
@@ -140,7 +144,7 @@ class Column:
         while at < len(order):
             first = rows[order[at]]
             end = at + 1
-            while end < len(order) and rows[order[end]] <= rows[order[end - 1]] + 1:
+            while end < len(order) and rows[order[end]] <= rows[order[end - 1]] + 1:  # or the same row again
                 end += 1
             block = self._span(first, rows[order[end - 1]] + 1)
             out[order[at:end]] = block[[rows[i] - first for i in order[at:end]]]
@@ -160,6 +164,7 @@ class Column:
         """All rows as an array. bfloat16 and fp8, which numpy lacks, become float32; ragged rows an object array."""
         found = self[:]
         if self.spec.ragged:
+            # Made first and filled then: of rows of one length, np.array would make a matrix.
             array = np.empty(len(found), dtype=object)
             array[:] = found if self.spec.text else [as_numpy(row) for row in found]
             return array

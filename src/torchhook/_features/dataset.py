@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchhook._features.features import Features
 
 
-_SMALL = 64 << 20
+_SMALL = 64 << 20  # the labels of eight million rows, as int64
 
 
 def _unbound(rows: Any) -> Sequence[Any]:
@@ -62,6 +62,7 @@ class FeatureDataset(Dataset[Any]):
             complete = not features.skipped and not features.missing
             self.rows = None if complete else features.valid()
         else:
+            # Not a list: counting references would copy its pages into every forked worker (pytorch#13246).
             self.rows = torch.tensor(_numbers(rows, len(features)), dtype=torch.int64)
 
     def __reduce__(self) -> Any:
@@ -76,6 +77,7 @@ class FeatureDataset(Dataset[Any]):
             if isinstance(index, (slice, list, tuple, range)) or np.ndim(index):
                 return self._batch(index)
             index = operator.index(index)  # a number of numpy's, or a tensor without dims
+        # By a range: it knows negative numbers, and its IndexError is what ends a plain for loop over the data set.
         row = range(len(self))[index] if self.rows is None else int(self.rows[index])
         extras = [] if self._labels is None else [self._labels[row]]
         if self.ids:
@@ -87,6 +89,7 @@ class FeatureDataset(Dataset[Any]):
         rows = self._numbers(indices)
         values = [_unbound(column.take(rows)) for column in self.columns.values()]
         extras = [_unbound(extra) for extra in self._extras(rows)]
+        # The common case, without a Python call for every row.
         if self.single and self.transform is None:
             return list(zip(values[0], *extras, strict=True)) if extras else list(values[0])
         samples = zip(*values, strict=True)
@@ -128,6 +131,7 @@ class FeatureDataset(Dataset[Any]):
         sampler: Any = RandomSampler(self, generator=generator) if shuffle else SequentialSampler(self)
         drop_last = options.pop("drop_last", False)
         batches: Any = BatchSampler(sampler, batch_size, drop_last)
+        # With batch_size=None, each list of the sampler goes to __getitem__ whole, and nothing is collated.
         return DataLoader(self, sampler=batches, batch_size=None, num_workers=workers, generator=generator, **options)
 
 

@@ -32,14 +32,15 @@ Bytes = npt.NDArray[np.uint8]
 _DIRECT = getattr(os, "O_DIRECT", 0) if fcntl is not None else 0
 BLOCK = 4096
 """Direct writes begin and end at a multiple of it, in the file and in memory."""
-_ROOM = 1 << 20
+_ROOM = 1 << 20  # what does not begin with a block is copied through so much memory
 _SMALL = 1 << 20  # files for which it is not worth it
-_MOST_BUFFERS = 512
+_MOST_BUFFERS = 512  # for one writev; Linux takes 1024
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, pin: bool = False) -> Tensor:
     """Memory for a tensor that begins where a block can."""
     nbytes = math.prod(shape) * dtype.itemsize
+    # Torch cannot be asked for an alignment: a block more, of which the beginning is left out.
     room = torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=pin)
     skip = -room.data_ptr() % BLOCK
     return room[skip : skip + nbytes].view(dtype).view(tuple(shape))
@@ -66,6 +67,7 @@ def _write_directly(handle: int, left: list[Bytes]) -> None:
     """Write as many whole blocks as the system takes this way."""
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
+        # Switched on and off on the one handle: the end of a file, less than a block, can only go the usual way.
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | _DIRECT)
         room = empty((_ROOM,), torch.uint8).numpy()
         while len(blocks := _blocks(left, room)):
@@ -98,6 +100,7 @@ def warm(files: dict[Path, int]) -> None:
 
     It returns at once; the system reads on its own.
     """
+    # What was written the usual way is in the cache already.
     if _DIRECT and sum(files.values()) <= _available() // 4:
         threading.Thread(target=_will_need, args=(list(files),), name="warm", daemon=True).start()
 

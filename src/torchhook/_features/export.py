@@ -34,6 +34,7 @@ def _columns(features: Features, sites: Sites, clean: Callable[[str], str]) -> I
     names = features.keys() if sites is None else [sites] if isinstance(sites, str) else sites
     extras = {"ids": features.ids, "labels": features.labels}
     found = {name: column for name, column in extras.items() if isinstance(column, Column)}
+    # Ids and labels keep these names, by which they are looked for: a site that is called so gives way.
     taken = {file for name, column in found.items() for file in _files(name, column)}
     for name in dict.fromkeys(names):
         column = features[name]
@@ -75,6 +76,7 @@ def to_npy(features: Features, folder: str | os.PathLike[str], sites: Sites = No
 
 
 def _whole(path: Path, write: Any) -> None:
+    # A mapped array has its full length from the start: broken off, it would look complete, with zeros in it.
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
     os.replace(temporary, path)
@@ -88,7 +90,7 @@ def _lines(path: Path, column: Column) -> None:
 
 def _array(path: Path, column: Column) -> None:
     items = len(column) if not column.spec.ragged else sum(len(row) for _, block in column.blocks() for row in block)
-    kind = as_numpy(torch.empty(0, dtype=column.dtype)).dtype
+    kind = as_numpy(torch.empty(0, dtype=column.dtype)).dtype  # as the rows will come: some dtypes are widened
     array = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(items, *column.spec.shape))
     at = 0
     for _, block in column.blocks():
@@ -117,6 +119,7 @@ def _arrow(arrow: Any, block: Any) -> Any:
     if isinstance(block, list):
         if not block or isinstance(block[0], str):
             return arrow.array(block, arrow.string())
+        # Arrow's lists count in 32 bits: enough for a shard, and columns are chunks of one shard each.
         ends = np.cumsum([0, *map(len, block)]).astype(np.int32)
         return arrow.ListArray.from_arrays(arrow.array(ends), _arrow(arrow, torch.cat(block)))
     found = arrow.array(as_numpy(block).reshape(-1))

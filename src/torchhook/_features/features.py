@@ -46,8 +46,9 @@ class Features:
         found = store.manifest()
         if found is None:
             raise FileNotFoundError(f"{self.path} is no feature store: it has no {manifest.NAME}.")
+        # Listed once: the index and the shards are judged by the same state, while others may still be writing.
         sizes = store.storage.sizes(shards.FOLDER)
-        broken: list[str] = []
+        broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
         entries = index.read_index(store.storage, sizes, broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
@@ -97,6 +98,7 @@ class Features:
 
     def _column(self, name: str) -> Column:
         if name not in self._columns:
+            # One object for each column: it knows its open shards, and a loop may ask for it row by row.
             spec, missing = self.manifest[name], frozenset(self.missing)
             self._columns[name] = Column(spec, len(self), self.manifest.rows_per_shard, self._shards, missing)
         return self._columns[name]

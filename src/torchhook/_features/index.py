@@ -52,12 +52,13 @@ def read_index(storage: Storage, sizes: dict[str, int], broken: list[str] | None
     """The index from its file, if that fits the shards that are there, else from the shards."""
     try:
         entries = [Entry(*entry) for entry in json.loads(storage.read(NAME))]
+        # Names and sizes come with one listing; anything more would mean to open every shard, which this file saves.
         if {shards.name_of(e.shard): e.size for e in entries} == {
             name: size for name, size in sizes.items() if shards.number_of(name) is not None
         }:
             return entries
     except (FileNotFoundError, ValueError, TypeError):
-        pass
+        pass  # absent, or not what it should be: a cache is never an error
     return read_headers(storage, sizes, broken)
 
 

@@ -20,6 +20,7 @@ from torchhook.errors import ExtractError
 NAME = "store.json"
 IDS, LABELS = ":ids", ":labels"  # no addresses of sites: these are no ports
 _FORMAT = "torchhook-features"
+# Not row_bytes and about: they may differ between runs that write the same bytes.
 _COMPARED = {
     "sites": "sites",
     "model": "model",
@@ -139,6 +140,7 @@ class Manifest:
         return sum(last - first for first, last in map(self.span, shards))
 
     def to_json(self) -> str:
+        # Not asdict: it would take the columns apart too, and JSON knows no dtypes.
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["columns"] = [column.to_json() for column in self.columns]
         return json.dumps({"format": _FORMAT, "version": 1, **data}, indent=1)
@@ -165,6 +167,7 @@ class Manifest:
                 mine, theirs = [str(column) for column in mine], [str(column) for column in theirs]
             if field == "sites":
                 mine, theirs = [shown(site) for site in mine], [shown(site) for site in theirs]
+            # Where a stream ends is known at its end: check_rows compares it then.
             if field == "rows" and None in (mine, theirs) and self.source == other.source == "stream":
                 continue
             if mine != theirs:

@@ -33,6 +33,7 @@ def name_of(shard: int) -> str:
 def number_of(name: str) -> int | None:
     """The shard that a file name stands for, or ``None``: temporary files and strangers are no shards."""
     stem = name.rsplit("/", 1)[-1].removesuffix(".safetensors")
+    # There and back: "s7" and digits of other scripts are numbers too, and no names that are written here.
     fits = stem[:1] == "s" and stem[1:].isdecimal() and name_of(int(stem[1:])).endswith(name.rsplit("/", 1)[-1])
     return int(stem[1:]) if fits else None
 
@@ -43,6 +44,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[m
 
 
 def _crc(header: bytes, chunks: Iterable[Any]) -> str:
+    # Against damage, not against malice: even this takes half of a writer's time.
     crc = zlib.crc32(header)
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
@@ -97,6 +99,7 @@ def check(where: str, read: Read, size: int, block: int = 1 << 24) -> Header:
     """The header of a shard whose every byte is as it was written."""
     found = header(where, read, size)
     chunks = (read(at, min(at + block, size)) for at in range(found.start, size, block))
+    # The header made anew: its own bytes hold the checksum, which cannot cover itself.
     crc = _crc(tensor_file.signed(found.entries, found.metadata), chunks)
     if crc != found.crc32:
         raise BrokenShardError(f"{where}: the checksum is {crc}, the header says {found.crc32}: altered.")

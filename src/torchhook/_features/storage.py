@@ -20,7 +20,7 @@ from torchhook._features import direct_io
 from torchhook._features.direct_io import Chunks, fcntl
 from torchhook.errors import require
 
-_STALE_SECONDS = 30.0
+_STALE_SECONDS = 30.0  # a living writer has no lock yet when it has just made its file
 
 
 class Storage(Protocol):
@@ -76,6 +76,7 @@ class Folder:
 
     def create(self, name: str, chunks: Chunks) -> bool:
         final = self.root / name
+        # Only to save the work: it is the link below that decides.
         if final.exists():
             return False
         with self._written(final, chunks) as temporary:
@@ -99,7 +100,10 @@ class Folder:
     def _written(self, final: Path, chunks: Chunks) -> Iterator[Path]:
         """A temporary file beside ``final`` that holds the chunks; the folder is synced after the block."""
         _make_folder(final.parent)
+        # In the same folder: links do not reach over file systems. A number by chance: machines may share the folder,
+        # and have the same pids.
         temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        # Not mkstemp, whose files only their owner may read: the mode stays with the file under its final name.
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
             if fcntl is not None:
@@ -107,11 +111,11 @@ class Folder:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 direct_io.write(handle, chunks)
-                os.fsync(handle)
+                os.fsync(handle)  # before it gets its name: a power cut could else leave the name without the bytes
             except OSError as error:
                 error.filename = os.fspath(final)  # the system knows only the handle
                 raise
-            yield temporary
+            yield temporary  # the handle stays open, and locked, until the file has its name
         finally:
             os.close(handle)
             with contextlib.suppress(FileNotFoundError):
@@ -148,6 +152,7 @@ class Folder:
             return {}
 
     def free(self) -> int | None:
+        # The store may not be there yet: the nearest folder above it is on the same disk.
         there = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         return shutil.disk_usage(there).free
 
@@ -157,6 +162,7 @@ class Folder:
 
 def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
+        # Not makedirs: a new folder, too, is safe only when the one above it is synced.
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         _sync_folder(folder.parent)
@@ -214,6 +220,7 @@ class Bucket:
             self.fs.rm_file(f"{self.url}/{name}")
 
     def sizes(self, folder: str) -> dict[str, int]:
+        # fsspec remembers listings: shards of other writers would never show.
         self.fs.invalidate_cache()
         try:
             found = self.fs.ls(f"{self.url}/{folder}", detail=True)

@@ -47,6 +47,7 @@ class Store:
 
     def agree(self, mine: Manifest) -> Manifest:
         """Make ``mine`` the store's own, or find out that it has the same one already; another one is refused."""
+        # Not looked for first: of ranks that start together, every one would find none.
         if self.storage.create(manifest.NAME, [mine.to_json().encode()]):
             return mine
         there = self.manifest()
@@ -110,6 +111,7 @@ class Store:
         if there is None or there.rows != whole.rows:  # a stream, which has come to its end only now
             self.storage.replace(manifest.NAME, whole.to_json().encode())
         left = self.missing(whole) or []
+        # Before that, the next shard would make it out of date.
         if not left:
             index.write_index(self.storage, entries)
         self.storage.warm(shards.FOLDER)

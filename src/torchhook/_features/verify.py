@@ -40,6 +40,7 @@ class Report:
 
     def discard(self) -> list[int]:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
+        # Of a missing one there is no file to delete.
         broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
         for shard in broken:
             Store(self.path).storage.remove(shards.name_of(shard))
@@ -67,6 +68,7 @@ def verify(path: str | os.PathLike[str]) -> Report:
     if found is None:
         raise FileNotFoundError(f"{os.fspath(path)} is no feature store: it has no {manifest.NAME}.")
     there = store.sizes()
+    # A stream that has not ended promises no number of shards: only gaps between them can be seen.
     expected = found.shards if found.shards is not None else max(there, default=-1) + 1
     problems = []
     for shard in sorted({*range(expected), *there}):
@@ -87,9 +89,11 @@ def _problem(store: Store, found: Manifest, shard: int, nbytes: int | None, expe
         return Problem(shard, "truncated" if "truncated" in text else "altered", text)
     first, last = found.span(shard)
     told = (header.metadata.get("shard"), header.metadata.get("rows"))
+    # Killed after its last shard and before the manifest learned of the end, a stream leaves a short one.
     partial = found.rows is None and shard == expected - 1
     if shard >= expected or told[0] != str(shard) or (told[1] != str(last - first) and not partial):
         return Problem(shard, "foreign", f"{name} says that it is shard {told[0]} with {told[1]} rows.")
+    # A checksum only says that a shard is whole; a whole one may have been copied here from another store.
     for spec in found.columns:
         entry = header.entries.get(spec.name)
         if entry is None or tuple(entry["shape"][1:]) != spec.shape:
