@@ -81,5 +81,6 @@ __all__ = [
 ]
 
 
+# Else completion also offers every private room that was imported on the way.
 def __dir__() -> list[str]:
     return __all__

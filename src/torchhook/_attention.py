@@ -51,6 +51,7 @@ def attention(
     others: dict[str, None] = {}
     if sites is not None:
         every, chosen = chosen, {id(target.module): target.site.path for target in resolve(index, sites)}
+        # Where else the model attends is only for the error, should the chosen modules never do.
         for key in every.keys() - chosen.keys():
             _look(session, every[key], index.distinct[key], _notices(index.distinct[key], every[key], others))
     keep = Keep(device=device)
@@ -62,6 +63,7 @@ def attention(
         _look(session, path, module, _looks(module, put))
     with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:
         calling.call(model, calling.arguments(inputs))
+    # Every module was looked at, and most do not attend: that is nothing to report.
     recording.missing.clear()
     if not len(recording):
         raise _not_seen(recording.model_name, list(chosen.values()), list(others))
@@ -107,6 +109,7 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
             raise ValueError(
                 f"{record.site}: rollout needs maps of batch × heads × queries × keys, found {shape}; choose sites=."
             )
+        # quantile takes no half precision, and a product of many layers should not be in it.
         weights = record.value.float().mean(1)
         if weights.shape[-1] != weights.shape[-2] or (result is not None and weights.shape != result.shape):
             raise ValueError(f"{record.site}: rollout needs square maps of one size, found {shape}; choose sites=.")
@@ -115,6 +118,7 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
             weights = weights.masked_fill(weights < limit, 0.0)
         weights = weights + torch.eye(weights.shape[-1], device=weights.device)
         weights = weights / weights.sum(-1, keepdim=True)
+        # From the left: a later layer mixes what the earlier ones have mixed.
         result = weights if result is None else weights @ result
     if result is None:
         raise ValueError("rollout needs at least one attention map.")
@@ -126,6 +130,7 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
 
 def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
     """What to do at each operation that attention is made with."""
+    # Not the call of the operation: a module may attend in several ways, and not every softmax is a map.
     calls = 0
 
     def taken(weights: Tensor) -> None:
@@ -139,6 +144,8 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
+        # Bound by name: what is overruled may have come by position. training is true by default, which would put
+        # dropout into the map.
         bound = _MULTI_HEAD.bind(*args, **kwargs)
         bound.arguments |= {"need_weights": True, "average_attn_weights": False, "training": False}
         taken(_batched(F.multi_head_attention_forward(*bound.args, **bound.kwargs)[1]))
@@ -176,6 +183,7 @@ def _notices(module: nn.Module, path: str, seen: dict[str, None]) -> dict[str, L
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+# Written out, because a builtin has no signature to ask.
 _NATIVE = (
     "query",
     "key",
@@ -212,11 +220,13 @@ def _scaled_dot_product(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The map inside ``F.scaled_dot_product_attention``, in float32 at least."""
+    # The fused kernels too add up half precision in single.
     query, key = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key))
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
+        # From the upper left corner, as the fused call has it, also where there are more keys than queries.
         causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~causal, -torch.inf)
     if attn_mask is not None:
@@ -257,4 +267,5 @@ def _is_map(value: Tensor, module: nn.Module) -> bool:
     named = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
     if value.dim() < 4 and not (value.dim() == 3 and named):
         return False
+    # A softmax over another dim does not sum to 1 here; in half precision, rows miss it by some thousandths.
     return bool(torch.allclose(value.float().sum(-1), torch.ones((), device=value.device), atol=1e-2))

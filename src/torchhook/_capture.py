@@ -40,18 +40,32 @@ def capture(
     >>> rec["0"].shape
     torch.Size([2, 4])
 
-    ``keep`` says what is kept: ``"copy"`` is detached and safe from in-place layers, ``"live"`` is safe and still
-    on the autograd graph, ``"reference"`` is the bare tensor. ``transform`` changes what is kept, not what the
-    model computes; floating-point tensors are cast to ``dtype``; ``device="cpu"`` copies from the GPU without
-    making the model wait. ``max_records`` keeps the newest of each site. ``stop=True`` leaves the block as soon as
-    every site has been seen. ``edit`` changes values on their way, as ``th.edit`` does; what is kept is the value after
-    the edits, or before them with ``before_edits=True``. ``threads="all"`` also records calls from other threads.
+    Args:
+        model: The model; it computes what it would without a recording, ``edit`` aside.
+        selectors: What to keep: an address (``"layer4"``, ``"fc:input"``, ``"relu#1"``, ``"block/softmax"``,
+            ``"(model)"``), a glob, a module type, a module, a function of name and module, or a list of these.
+        exclude: Sites to leave out of those selected.
+        port: What is meant where an address does not say: ``"output"``, ``"input"``, ``"grad"``, ``"grad_input"`` or
+            ``"grad_total"``.
+        keep: ``"copy"`` is detached and safe from in-place layers; ``"clone"`` too, and its memory is never shared;
+            ``"live"`` is safe and still on the autograd graph; ``"reference"`` is the bare tensor.
+        device: Where values are kept; by default where they are. ``"cpu"`` copies from the GPU without making the model
+            wait.
+        dtype: Floating-point tensors are cast to this; by default they stay as they are.
+        transform: Changes what is kept, not what the model computes: one of ``transforms``, or any function of a value.
+        max_records: How many records of each site to keep, the newest; by default all.
+        stop: Whether to leave the block as soon as every site has been seen.
+        edit: Changes values on their way, as ``th.edit`` does.
+        before_edits: Whether to keep values as they are before the edits; by default as they are after them.
+        threads: ``"all"`` also records calls from other threads than the one that opens it.
     """
     session = Session(model, threads=threads)
+    # Not "**": a glob never means the model itself.
     targets = resolve(session.index, list(selectors) or _every_module, exclude=exclude, port=port)
     _add_edits(session, edit or {})
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
     session.record(targets, keeper, max_records, before_edits)
+    # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
     if stop:
         session.stop_when_seen(targets)
     return session.handed_out("what th.capture(…) returned")
@@ -155,4 +169,5 @@ def run(
     return Stopped(str(session.scope.stopped_at)) if output is session else output, recording
 
 
+# Arguments of ``run`` have the names of these two.
 _capture, _edit = capture, edit

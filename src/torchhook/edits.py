@@ -154,11 +154,12 @@ class _Noise(_Edit):
     seed: int = field(default=0, kw_only=True)
 
     def __call__(self, value: Any, site: Site) -> Any:
-        leaf = count()
+        leaf = count()  # each tensor of a value gets noise of its own
 
         def perturb(tensor: Tensor) -> Tensor:
-            key = zlib.crc32(f"{self.seed} {site} {next(leaf)}".encode())
+            key = zlib.crc32(f"{self.seed} {site} {next(leaf)}".encode())  # hash() differs between processes
             generator = torch.Generator(tensor.device).manual_seed(key)
+            # In single precision whatever the tensor has: not every dtype can be drawn.
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
             return tensor + (self.std * drawn).to(tensor.dtype)
 
@@ -193,7 +194,7 @@ class _Patch(_Edit):
     dim: int = 1
 
     def __call__(self, value: Any, site: Site) -> Any:
-        here = site if site in self.recording else site.every_call
+        here = site if site in self.recording else site.every_call  # one recorded call serves them all
         recorded = self.recording[here if self.source is None else self.source]
         if self.positions is None and self.mask is None:
             return _fit(recorded, value, site)
@@ -217,7 +218,7 @@ class _Patch(_Edit):
 
     def parts(self) -> dict[str, Any]:
         records = [(record.site.parts, record.call, record.value) for record in self.recording.records()]
-        return super().parts() | {"recording": records}
+        return super().parts() | {"recording": records}  # a recording itself is only equal to itself
 
     def __hash__(self) -> int:  # the recording may still be filling
         return hash((_Patch, self.source, self.dim))
@@ -250,7 +251,7 @@ class _At(_Edit):
 
 # -- for the session ----------------------------------------------------------------------------
 
-_MAKERS = (replace, add, scale, zero, mean, clamp, noise, patch, at)
+_MAKERS = (replace, add, scale, zero, mean, clamp, noise, patch, at)  # callable, so each would pass as a user's edit
 
 
 def adapt(edit: Any) -> Edit:
@@ -299,6 +300,7 @@ class _OfValue(_Edit):
 def _wants_site(edit: Callable[..., Any]) -> bool:
     """Whether a function takes the site: as its second argument, unless that has a default of its own."""
     try:
+        # A module's own __call__ takes anything.
         signature = inspect.signature(edit.forward if isinstance(edit, torch.nn.Module) else edit)
     except ValueError:  # a builtin without a signature
         return False
@@ -309,7 +311,7 @@ def _wants_site(edit: Callable[..., Any]) -> bool:
 
 def check(old: Any, new: Any, site: Site) -> None:
     """Refuse an edit that changes the structure of a value, or the shape, dtype or device of a tensor in it."""
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
+    if isinstance(old, Tensor) and isinstance(new, Tensor):  # nearly always: no tree to walk
         _check_tensor(old, new, site)
         return
     if not tree.same_structure(old, new):
@@ -378,7 +380,7 @@ def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name
 def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
     given = torch.as_tensor(new)
-    if not torch.can_cast(given.dtype, old.dtype):
+    if not torch.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise _mismatch(site, "dtype", old.dtype, given.dtype)
     tensor = given.to(old.device, old.dtype)
     try:
@@ -392,7 +394,7 @@ def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
 def _fit(recorded: Any, value: Any, site: Site) -> Any:
     """The passing value with the recorded tensors in the place of its own, as copies: the model may write to them."""
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
-    if len(before) != len(after):
+    if len(before) != len(after):  # their classes may differ: a loaded recording has others
         raise _mismatch(site, "structure", _kind(value), _kind(recorded))
     fitted = (new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True))
     return tree.with_tensors(value, fitted)

@@ -54,14 +54,17 @@ class _EachTensor(ValueObject):
         return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options), value)
 
     def __repr__(self) -> str:
+        # What was not given is not written: a store compares this text with that of the run which it continues.
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items() if v is not None)]
         return f"{self.function.__name__.strip('_')}({', '.join(given)})"
 
 
+# Functions of this module and their arguments, no closures: those cannot be pickled.
 def _each(function: Callable[..., Any], *args: Any, **options: Any) -> Transform:
     return _EachTensor(function, args, options)
 
 
+# Transforms hold the name, since a lambda cannot be pickled. amax: max takes one dim only, and returns indices too.
 _POOLS: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
     "mean": lambda tensor, dims: tensor.mean(dims),
     "max": lambda tensor, dims: tensor.amax(dims),
@@ -86,6 +89,7 @@ def pool(how: str = "mean", dims: int | Sequence[int] | None = None) -> Transfor
 def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None) -> Tensor:
     if dims is None:
         dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim()))
+    # To torch, no dims are all dims.
     return _POOLS[how](tensor, dims) if dims else tensor
 
 
@@ -98,11 +102,13 @@ def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1) -> Transfo
     if isinstance(which, str):
         if which not in ("cls", "last", "patches"):
             raise ValueError(f"tokens({which!r}): use 'cls', 'last', 'patches', a position or a list of positions.")
+        # Elsewhere the prefix says nothing, and would make two equal transforms differ.
         return _each(_tokens, which, prefix=prefix if which == "patches" else None)
     return _each(_tokens, which if isinstance(which, int) else [int(position) for position in which], prefix=None)
 
 
 def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None) -> Tensor:
+    # Of (N, D) a feature would be taken for a token.
     if tensor.dim() < 3:
         raise TransformError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
     if which == "patches":

@@ -43,11 +43,14 @@ class Site(str):
             return self.parts == other.parts
         return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
 
+    # str has a __ne__ of its own, which Python would take before the opposite of __eq__.
     def __ne__(self, other: object) -> bool:
         return not self == other
 
+    # Gone with __eq__; and a plain string must find what was put under a site.
     __hash__ = str.__hash__
 
+    # Else a copy would be made of the text alone, and take all of it for the path.
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.parts
 
@@ -116,6 +119,7 @@ def readings(address: str) -> Iterator[Site]:
         rest, port = head, tail
         yield Site(rest, port=port)
     call: int | None = None
+    # Not \d, which knows the digits of other scripts too. DOTALL: a module's name may hold a line break.
     if match := re.fullmatch(r"(.*)#([0-9]{1,9})", rest, re.DOTALL):
         rest, call = match[1], int(match[2])
         yield Site(rest, call=call, port=port)

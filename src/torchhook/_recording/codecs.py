@@ -41,7 +41,9 @@ class Writer:
         self._of_tensors, self._of_values = of_tensors, of_values
         self.tensors: dict[str, Tensor] = {}
         self._node: Node | None = None
+        # A set and not a number, so that the writers below, which are copies, add to the same one.
         self._versions = {1}
+        # Only what a value is inside of: that it is held twice, side by side, is no loop.
         self._above: set[int] = set()
         self._tensor_codes: dict[int, tuple[Tensor, Code]] = {}
 
@@ -60,6 +62,7 @@ class Writer:
         """The code of a value. A tensor that is held several times is written once."""
         if isinstance(value, Tensor):
             if id(value) not in self._tensor_codes:
+                # The tensor is held: the id of one that was made on the way would be used again.
                 self._tensor_codes[id(value)] = value, self._code(value, None)
             return self._tensor_codes[id(value)][1]
         if id(value) in self._above or len(self._above) > _DEEPEST:
@@ -110,6 +113,7 @@ class Reader:
 
     def one(self, code: Code) -> Any:
         """The value of a code."""
+        # More tags or none are a broken file, and raise a ValueError as an unknown one does.
         ((tag, body),) = code.items()
         if tag not in self._codecs:
             raise ValueError(f"unknown tag {tag!r}")

@@ -25,6 +25,7 @@ class Counterparts:
         given = names if isinstance(names, Mapping) else {}
         self._names = {meant(name): None if other is None else meant(other) for name, other in given.items()}
         self._b = set(paths_b)
+        # Every path and every parent of one: a key may name a block that has no record of its own.
         below = {path[:i] for path in paths_a for i in range(len(path) + 1) if path[i : i + 1] in ("", ".")}
         self._exact = {parse(key, below): key for key in self._names if key not in below}
 
@@ -36,6 +37,7 @@ class Counterparts:
                 if name is None:
                     return None
                 target = parse(name, self._b)
+                # From one call ("relu#1") to a plain name ("act2"): whatever its number here, it is the only one there.
                 call = target.call if target.call is not None else None if exact.call is not None else site.call
                 return target.but(call=call)
         if self._function is not None:

@@ -85,6 +85,7 @@ class Diff:
     @property
     def first(self) -> Row | None:
         """The first divergence: of what ran on both sides, or else the first that ran on one side only."""
+        # What only one side has is often a matter of names, and never shows where values part.
         wrong = [row for row in self.rows if not row.ok]
         return next((row for row in wrong if row.status in ("differs", "shape", "structure")), next(iter(wrong), None))
 
@@ -167,10 +168,12 @@ def compare(
     found = {(record.site, record.call): record for record in b.records()}
     seen: set[tuple[Site, int]] = set()
     rows: list[tuple[tuple[int, int], Row]] = []
+    # Where the records of B stand in the order of A: what only B has comes behind the last of them before it.
     reached = {-1: -1}
     for record in a.records():
         wanted = counterparts.of(record.site.but(call=record.call))
         if wanted is None:
+            # Left out on both sides: B's site of this name is not to be listed as its own.
             seen.add((record.site, record.call))
             continue
         site, call = _canonical(b, wanted), wanted.call or 0
@@ -194,6 +197,7 @@ def compare(
 
 
 def _refuse_empty(side: str, recording: Recording) -> None:
+    # Of nothing, everything would be the same.
     if len(recording):
         return
     of = f" of {recording.model_name}" if recording.model_name else ""
@@ -243,10 +247,12 @@ def _table(known: dict[torch.dtype, float], asked: Tolerance | None, name: str) 
         return {**known, **asked}
     if not asked >= 0:
         raise ValueError(f"{name}={asked!r}: a tolerance is a number that is not negative, or a dict of them by dtype.")
+    # Also for the 8-bit floats, which would get more than was asked for: they are not in the tables.
     return dict.fromkeys(known, float(asked)) | {torch.float8_e4m3fn: float(asked), torch.float8_e5m2: float(asked)}
 
 
 def _grain(dtype: torch.dtype) -> float:
+    # Quantized: coarser than bfloat16 (2**-7), finer than the 8-bit floats (2**-3, 2**-2).
     return torch.finfo(dtype).eps if dtype.is_floating_point else 2.0**-6
 
 
@@ -299,6 +305,7 @@ def _row(site: str, other: str, a: Record, b: Record, limits: _Limits) -> Row:
 
 
 def _severity(numbers: _Numbers) -> tuple[bool, bool, float]:
+    # A NaN is worse than any number, but no comparison would say so.
     return numbers.mismatches > 0, math.isnan(numbers.max_abs), numbers.relative
 
 
@@ -354,6 +361,7 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
+        # view_as_real refuses a conjugate that is only marked as one.
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.reshape(-1)
 
@@ -364,6 +372,7 @@ def _measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> _Numbers:
     one, two = _flat(a), _flat(b)
     home = torch.device("cpu") if one.device.type == "mps" else one.device  # which has no double precision
     one, two = one.to(home), two.to(home)
+    # Before they are doubles, in which integers beyond 2**53 fall together.
     same = one == two
     exact = not (one.is_floating_point() or two.is_floating_point())
     one, two = one.double(), two.double()
@@ -371,11 +380,13 @@ def _measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> _Numbers:
     delta = torch.where(same, 0.0, (one - two).abs())
     finite = one.isfinite()
     rms = torch.where(finite, one, 0.0).square().sum().div(finite.sum().clamp(min=1)).sqrt()
+    # An infinity makes its own limit infinite, and anything would be near it.
     near = (delta <= atol + rtol * torch.maximum(one.abs(), rms)) & finite & two.isfinite()
     wrong = ~same if exact else ~same & ~near
     agreed = same & ~finite  # the same infinities and NaNs on both sides say nothing about an angle
     left, right = one.masked_fill(agreed, 0.0), two.masked_fill(agreed, 0.0)
     sizes = left.norm(), right.norm()
+    # One wait for the device, not five.
     numbers = torch.stack([delta.max(), delta.norm(), *sizes, left @ right]).tolist()
     largest, gap, norm_a, norm_b, product = numbers
     relative = gap / norm_a if norm_a else 0.0 if gap == 0 else math.inf

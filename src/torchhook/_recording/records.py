@@ -54,6 +54,7 @@ def _common(texts: Iterator[str]) -> str:
 def _nbytes(tensor: Tensor) -> int:
     if tensor.layout == torch.strided and not tensor.is_nested:
         return tensor.nbytes
+    # Sparse tensors have no nbytes, or those of a dense one.
     return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
 
 
@@ -76,6 +77,7 @@ class MemoryStore:
         return _refilled, (list(self.rows), self.rows.maxlen)
 
     def __iter__(self) -> Iterator[Row]:
+        # A copy: other threads may append meanwhile. Sorted: gradients come in from the last call to the first.
         return iter(sorted(self.rows.copy(), key=lambda row: row[:2]))
 
     def __len__(self) -> int:
@@ -105,6 +107,7 @@ class Recording:
         """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
         self.order = count()
         self._stores: dict[Site, MemoryStore] = {}
+        # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
         self._waits: list[Callable[[], None]] = []
 
@@ -144,6 +147,7 @@ class Recording:
     def finish(self) -> None:
         """Wait one last time: nothing more will come."""
         self.wait()
+        # They belong to what kept the values, and that knows the model's tensors.
         self._waits.clear()
 
     def clear(self) -> None:
@@ -336,6 +340,7 @@ class Recording:
             {
                 "model": self.model_name,
                 "records": [[_plain(record.site), record.call] for record in records],
+                # Sorted, as the order of a set changes from run to run: the same recording gives the same file.
                 "aliases": sorted(self._aliases),
                 "missing": self.missing,
                 "elsewhere": self.elsewhere,
@@ -350,6 +355,7 @@ def _times(number: int) -> str:
 
 def _opaque(value: Any) -> Iterator[Opaque]:
     for _, leaf in tree.leaves(value):
+        # A set without tensors is not opened, so that what was lost may be inside of this leaf.
         parts = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
         yield from (part for part in parts if isinstance(part, Opaque))
 
@@ -360,6 +366,7 @@ def _listed(sites: list[Site]) -> str:
 
 
 def _plain(site: Site) -> list[Any]:
+    # Its parts, not its text: a module's name may look like an address.
     return [site.path, site.op, site.port]
 
 
@@ -378,5 +385,6 @@ def load(path: str | Path) -> Recording:
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
+            # They were saved in their order, and are counted anew.
             recording.open_store(Site(place, op, None, port)).put((call, next(recording.order), value))
     return recording

@@ -36,6 +36,7 @@ def save(path: str | os.PathLike[str], values: list[Any], about: dict[str, Any])
         "about": about,
         "versions": {"torchhook": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     }
+    # JSON in a string: the metadata of safetensors are strings and nothing else.
     metadata = {"format": FORMAT, "version": str(writer.version), "recording": json.dumps(document)}
     return tensor_file.write(path, writer.tensors, metadata)
 
@@ -61,6 +62,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn whatever goes wrong while a document is interpreted into one clear error."""
     try:
         yield
+    # Being a ValueError, it would be wrapped in another.
     except RecordingFileError:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -12,6 +12,7 @@ from torchhook._recording.address import meant, shown
 from torchhook._recording.tables import Table
 from torchhook.errors import MissingRecordError, suggestion
 
+# Columns of 7 characters: with the names of the sites, about what a wide terminal shows.
 _WIDE = 16
 
 
@@ -49,12 +50,14 @@ class Sweep:
         """The site and position whose patch moves the metric furthest towards the clean run's."""
         column_count = self.values.shape[1]
         towards = (self.values - self.corrupted) * math.copysign(1.0, self.clean - self.corrupted)
+        # argmax takes a NaN for the greatest of all.
         row, column = divmod(int(towards.nan_to_num(-math.inf).argmax()), column_count)
         return self.sites[row], None if self.positions is None else self.positions[column]
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The values of one site, or of one site at one position."""
         site, position = key if isinstance(key, tuple) else (key, None)
+        # First as it is: a module may really be called "(model)".
         site = site if site in self.sites else meant(site)
         if site not in self.sites:
             raise MissingRecordError(f"no site {site!r} in this sweep. {suggestion(site, self.sites)}")
@@ -79,6 +82,7 @@ class Sweep:
 
     def table(self, *, normalized: bool = True) -> Table:
         """The matrix as text; of many positions, those where a patch does most."""
+        # Without two ends there is no scale: every cell would be NaN or infinite.
         scaled = normalized and nothing_between(self.clean, self.corrupted) is None
         numbers = self.normalized if scaled else self.values
         labels = ["whole"] if self.positions is None else [str(position) for position in self.positions]

@@ -43,6 +43,7 @@ class Table:
         return "\n".join([*head, line(self.columns), rule, *map(line, self.rows), *self.notes])
 
     def _repr_html_(self) -> str:
+        # white-space:pre, since HTML drops the blanks that layers are indented with.
         def cells(row: Sequence[str], tag: str) -> str:
             return "".join(
                 f'<{tag} style="text-align:{"right" if right else "left"};padding:1px 10px 1px 0;white-space:pre">'
@@ -66,6 +67,7 @@ def count(number: float, precision: int = 2) -> str:
     '11.69 M'
     """
     units = ["", "K", "M", "G", "T"]
+    # Rounded first, or 999,999 would be 1000.00 K.
     while round(abs(number), precision) >= 1000 and len(units) > 1:
         number /= 1000
         del units[0]

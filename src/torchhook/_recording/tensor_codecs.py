@@ -42,6 +42,7 @@ def name(constant: torch.dtype | torch.layout) -> str:
 
 
 def _is_meta(tensor: Tensor) -> bool:
+    # A fake tensor names the device that it stands for. By name: its class is private.
     return tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor"
 
 
@@ -70,6 +71,7 @@ def _write_sparse(tensor: Tensor, writer: Writer) -> Any:
 
 def _read_coo(body: Any, reader: Reader) -> Tensor:
     indices, values = reader.several(body[1])
+    # torch does not check by itself, and an index out of range, which a file may hold, may read foreign memory.
     return torch.sparse_coo_tensor(indices, values, body[0], check_invariants=True, is_coalesced=body[2] or None)
 
 
@@ -103,6 +105,7 @@ def _write_quantized(tensor: Tensor, writer: Writer) -> Any:
 
 
 def _read_quantized(body: Any, reader: Reader) -> Tensor:
+    # From the integers as they are: torch.quantize_per_tensor takes floats, and rounds them anew.
     return _torch.quantized_per_tensor(reader.one(body[1]), body[2], body[3])
 
 
@@ -121,6 +124,7 @@ def _read_channels(body: Any, reader: Reader) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
+    # Conjugates and negatives may only be marked as such: their memory holds other numbers.
     return tensor.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg()
 
 
@@ -151,6 +155,7 @@ def _of(test: Callable[[Tensor], bool]) -> Callable[[Any, Node | None], bool]:
     return lambda tensor, node: test(tensor)
 
 
+# Layouts before dtypes: a sparse or nested tensor may be complex too.
 TENSORS: tuple[Codec, ...] = (
     Codec("meta", _of(_is_meta), _write_meta, _read_meta),
     Codec("nested", _of(lambda t: t.is_nested), _write_nested, _read_nested),

@@ -60,12 +60,14 @@ def encode(
     chunks = [_raw(tensors[key]) for key in order if tensors[key].nbytes]
     about = {**metadata, name: checksum(signed(entries, metadata), chunks)}
     header = json.dumps({"__metadata__": about, **entries}).encode()
+    # The format has blanks at the end of a header for this.
     header += b" " * (-(len(header) + 8) % align)
     return [memoryview(len(header).to_bytes(8, "little") + header), *chunks]
 
 
 def _rank(tensor: Tensor) -> tuple[bool, int]:
     """Whole words first, the largest of them at the front; then wide items before narrow ones."""
+    # safetensors allows no gaps between tensors, so that only their order can align them.
     words = tensor.nbytes % 8 == 0
     return not words, -tensor.nbytes if words else -tensor.element_size()
 
@@ -80,15 +82,18 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
     path = Path(path)
     chunks = encode(tensors, metadata, "sha256", _sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a file takes another's place at once only within a file system.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
+            # Else, after a power cut, the final name may stand for an empty file.
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes private files
         os.replace(temporary, path)
+    # An interrupt must not leave half a file either.
     except BaseException:
         os.unlink(temporary)
         raise
@@ -98,6 +103,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of ``write``, or say what is wrong with it."""
     path = Path(path)
+    # Not bytes: the tensors share this memory, and must be writable.
     data = bytearray(path.read_bytes())
     if len(data) < 8:
         raise _broken(path, f"{len(data)} bytes are too few for any safetensors file")
@@ -139,6 +145,7 @@ def _raw(tensor: Tensor) -> memoryview:
 def _view(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
     dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
     first, last = entry["data_offsets"]
+    # frombuffer refuses to make a tensor of nothing.
     if first == last:
         return torch.empty(shape, dtype=dtype)
     items = (last - first) // dtype.itemsize
@@ -146,6 +153,7 @@ def _view(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
 
 
 def _umask() -> int:
+    # It cannot be read without being set.
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -41,6 +41,7 @@ def _where(test: Callable[[Any], bool]) -> Takes:
 
 
 def _is_json(value: Any) -> bool:
+    # JSON has no NaN and no infinity: the codec after this one writes them.
     kind = type(value)
     return kind is str or kind is int or kind is bool or value is None or (kind is float and math.isfinite(value))
 
@@ -66,6 +67,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype.char in _NUMERIC and not isinstance(value, np.ma.MaskedArray)
 
 
+# Those that torch has a dtype for: no long double, no objects.
 _NUMERIC = "?bBhHiIlLqQefdFD"
 
 
@@ -86,6 +88,7 @@ def _write_text(value: Any, writer: Writer) -> Any:
 
 def _read_text(body: Any, reader: Reader) -> Any:
     dtype, shape, data = np.dtype(body[0]), body[1] or [], base64.b64decode(body[2])
+    # A copy, because an array over bytes cannot be written to.
     array = np.frombuffer(data, dtype).reshape(shape).copy() if data else np.empty(shape, dtype)
     return array[()] if body[1] is None else array
 
@@ -154,6 +157,7 @@ def _is_return_type(value: Any) -> bool:
 
 def _is_named_tuple(value: Any) -> bool:
     fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    # Other names are refused by namedtuple, which has to make the class again.
     fit = (str.isidentifier(f) and not keyword.iskeyword(f) and not f.startswith("_") for f in fields)
     return len(fields) == len(set(fields)) > 0 and all(fit)
 
@@ -274,6 +278,7 @@ MAPPINGS: tuple[Codec, ...] = (
     Codec(
         "proxy", _of(MappingProxyType), _write_pairs, lambda body, reader: MappingProxyType(reader.pairs(body)), since=2
     ),
+    # Where every key is a string, as in model outputs, "fields" lets them be read as attributes too.
     Codec(
         "mapping",
         _where(lambda value: isinstance(value, dict) and any(type(key) is not str for key in value)),
@@ -283,4 +288,5 @@ MAPPINGS: tuple[Codec, ...] = (
     Codec("fields", _where(lambda value: True), _write_fields, _read_fields),
 )
 
+# The first that takes a value writes it, so that what takes nearly anything comes last.
 VALUES: tuple[Codec, ...] = (*LEAVES, *UNOPENED, *SEQUENCES, *MAPPINGS)

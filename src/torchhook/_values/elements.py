@@ -104,6 +104,7 @@ def floats(tensor: Tensor) -> Tensor | None:
 
     ``None`` for integers, and where nothing can be read.
     """
+    # Inside torch.func a tensor is a wrapper, whose numbers cannot be asked for.
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or _torch.in_transform():
         return None
     tensor = tensor.detach()

@@ -29,6 +29,7 @@ def probe(tensor: Tensor) -> bool | Tensor:
         if plain is None:
             return False
         total = plain.sum(dtype=_SUMMED_AS.get(plain.dtype))
+        # math.isfinite takes no complex number.
         return not cmath.isfinite(total.item()) if total.is_cpu else total
     except UNREADABLE:
         return False

@@ -73,6 +73,7 @@ def merged(parts: Sequence[tuple[float, float, Sequence[float]]]) -> Histogram |
 
 
 def _edges(low: float, high: float, bins: int) -> list[float]:
+    # Divided before it is subtracted: the whole width of a range of huge values is infinite.
     width = high / bins - low / bins
     return [low + i * width for i in range(bins)] + [high]
 

@@ -33,6 +33,7 @@ class HostCopies:
         stream = self._streams.get(source.device)
         if stream is None:
             stream = self._streams[source.device] = torch.cuda.Stream(source.device)
+        # The source may still be computed.
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             if into is None:

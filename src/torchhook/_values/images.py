@@ -103,6 +103,7 @@ def _usual(image: Array) -> Iterator[tuple[Array, float]]:
 def _stretched(image: Array) -> Array:
     """From the smallest to the largest value as 0 to 1, a few outliers aside; what is constant is grey."""
     low, high = np.nanpercentile(image, [0.1, 99.9])
+    # Nearly all of it is one value: the few others are the picture.
     if low == high:
         low, high = np.nanmin(image), np.nanmax(image)
     stretched: Array = (image - low) / (high - low) if high > low else np.where(np.isnan(image), image, 0.5)

@@ -114,6 +114,7 @@ def _readings(
             known = layout.grid in seen
             believed = kind is not None or known or uneven <= _UNEVEN  # who says the kind knows the strides too
             if kind in (None, layout.kind) and (layout.grid == grid or (grid is None and believed)):
+                # Rounded: between strides that are about as even, the order decides, and that has channels first.
                 yield (not known, round(min(uneven, _UNEVEN), 2), order), layout
     if kind in (None, "tokens") and len(shape) == 3 and (len(size) > 1 or grid is not None):
         for batch, tokens in ((0, shape[1]), (1, shape[0])):

@@ -118,6 +118,7 @@ def named_tuple(name: str, fields: Sequence[str]) -> Any:
     return found
 
 
+# Weak: a class goes with the last value of it, however many names files bring.
 _classes: WeakValueDictionary[tuple[Any, ...], type] = WeakValueDictionary()
 
 

@@ -127,6 +127,7 @@ def norm(tensor: Tensor) -> Tensor:
     size = flat.abs().max().double()
     if not 0 < float(size) < math.inf:
         return size
+    # Scaled by the greatest: the squares of doubles may be too large or too small as well.
     return sum_of_squares(piece.double() / size for piece in flat.split(PIECE)).sqrt_().mul_(size)
 
 
@@ -158,4 +159,5 @@ def _pieces(flat: Tensor) -> tuple[Tensor, ...]:
 
 def _is_exact(square: Tensor, size: int) -> bool:
     """Whether squares in single precision were neither too large nor too small for it."""
+    # What squares below 1e-38, its least normal number, lose is then no more than its rounding: 1e-38 / 1e-31 is 1e-7.
     return size * 1e-31 < float(square) < math.inf

@@ -171,6 +171,7 @@ def _object_of(value: Any, parts: dict[str, Any], below: Walker) -> Node:
     return Node(list(parts), list(parts.values()), lambda new: objects.with_attributes(value, parts, new), below)
 
 
+# Made once: values are opened in every call of a captured module.
 _DIGITS = [str(i) for i in range(64)]
 
 
@@ -216,6 +217,7 @@ KINDS: tuple[tuple[Belongs, Opener], ...] = (
     (_is(Tensor), _leaf),
     (_is(set, frozenset), _set),
     (_is(tuple), _tuple),
+    # Before dicts and dataclasses: a model output of transformers is all three.
     (_is_registered, _registered),
     (_is(MappingProxyType), _proxy),
     (_is(list, deque), _list),

@@ -65,6 +65,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def _slot_names(kind: type, slots: str | Iterable[str]) -> list[str]:
     names = [slots] if isinstance(slots, str) else list(slots)
+    # As Python itself names what is private to a class.
     private = f"_{kind.__name__.lstrip('_')}"
     mangled = [f"{private}{n}" if n.startswith("__") and not n.endswith("__") else n for n in names]
     return [name for name in mangled if name not in ("__dict__", "__weakref__")]

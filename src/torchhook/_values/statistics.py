@@ -55,6 +55,7 @@ def by_row(tensor: Tensor, dims: tuple[int, ...] | None = None) -> dict[str, Ten
     """
     numbers = real(tensor)
     dims = tuple(range(1, tensor.dim())) if dims is None else dims
+    # To torch, no dims are all dims.
     if not dims:
         numbers, dims = numbers[:, None], (1,)
     return {
@@ -173,6 +174,7 @@ def _extremes(parts: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _extreme(choose: Any, values: list[float]) -> float:
+    # Python's min and max give a NaN only where it comes first.
     return math.nan if any(value != value for value in values) else float(choose(values))
 
 

@@ -32,6 +32,7 @@ class Scores:
             found = class_scores(goal, output)
             if len(found) != examples:
                 raise TargetError(f"target: the output has {len(found)} rows for {examples} examples; give a function.")
+            # Fixed now: a changed input may be taken for another class, and the score of this one is asked for.
             self.classes = classes(goal, found)
 
     def __call__(self, output: Any, example: int | None = None) -> Tensor:
@@ -61,6 +62,7 @@ def logits(output: Any) -> Tensor | None:
     scores = next(iter(found.values())) if len(found) == 1 else found.get("logits")
     if scores is None or not scores.is_floating_point() or scores.is_meta or not scores.numel():
         return None
+    # Only by name: three dims without one may be anything.
     if scores.dim() == 3 and "logits" in found:
         return scores[:, -1]
     return scores[:, None] if scores.dim() == 1 else scores if scores.dim() == 2 else None
@@ -119,6 +121,7 @@ def ask(goal: Any, output: Any, examples: int, *, whole: bool = False) -> Tensor
 
 def _integers(goal: Any, rows: int) -> list[int] | None:
     """The classes as Python's integers, from numpy's and torch's too; ``None`` where they are none."""
+    # operator.index, because int would take 2.7 for 2.
     plain = goal.tolist() if hasattr(goal, "tolist") else goal
     try:
         return [operator.index(i) for i in plain] if isinstance(plain, Iterable) else [operator.index(plain)] * rows

@@ -104,6 +104,7 @@ def _key(value: Any) -> Any:
     if node is not None:
         return type(value), tuple(node.keys), tuple(map(_key, node.children))
     try:
+        # A NaN is hashed by its identity, and must be like another here.
         return hash(value) if value == value else "NaN"
     except (TypeError, ValueError):  # no hash, or an array
         return type(value)
