@@ -100,7 +100,6 @@ def test_no_function_has_more_than_20_branches() -> None:
     assert gathered(many) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="2.2 today: reasons are still to be written down")
 def test_there_are_at_least_4_comments_for_100_lines_of_code() -> None:
     counts = [comments_and_code(path.read_text(encoding="utf-8")) for path in FILES]
     assert 100 * sum(comments for comments, _ in counts) / sum(code for _, code in counts) >= 4

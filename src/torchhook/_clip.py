@@ -35,7 +35,7 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
     It limits in a ``with`` block, or from ``open`` to ``close``, and does nothing before. Layers that are frozen or
     unfrozen meanwhile are treated as they are when the model runs.
 
-    Arguments:
+    Args:
         model: whose parameters' gradients are limited.
         value: the largest size of an element; each gradient is clamped as it is computed.
         norm: the largest norm of all gradients together. It acts at the end of each backward pass, on what ``.grad``

@@ -52,7 +52,7 @@ def cam(
     The model runs in evaluation mode and is left undisturbed: its modes, buffers, parameters' ``.grad`` and hooks, and
     the process's random numbers, are as before afterwards.
 
-    Arguments:
+    Args:
         model: Any module.
         inputs: A tuple is the positional arguments, a dict the keyword arguments, ``th.Inputs(args, kwargs)`` both,
             anything else the one argument. The map is of the image, signal, volume or token ids among them.

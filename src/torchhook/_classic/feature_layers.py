@@ -203,7 +203,7 @@ class FeatureLayers(_Featured):
     >>> features["0"].shape, features[0].requires_grad
     (torch.Size([1, 3]), True)
 
-    Arguments:
+    Args:
         model: called as it is; values stay on its graph, and are true also where the next layer works in place.
         feature_layer_paths: names of layers, or any address or glob: ``"features.6"``, ``"layer*"``, ``"fc:input"``.
         attach: keep the hooks on the model for as long as this object lives, and not only while it is called. That is

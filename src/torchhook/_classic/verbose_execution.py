@@ -27,7 +27,7 @@ class VerboseExecution(Facade):
     0: torch.Size([1, 3])
     1: torch.Size([1, 3])
 
-    Arguments:
+    Args:
         model: called as it is; its output is returned.
         depth: how many levels of layers to print.
         dtype: add the types of the tensors.

@@ -85,7 +85,7 @@ def guard(
 
     It guards in a ``with`` block, or from ``open`` to ``close``, and does nothing before.
 
-    Arguments:
+    Args:
         model: the model to guard; it computes what it would without a guard.
         action: ``"raise"`` raises a ``GuardError`` there and then, ``"warn"`` warns once for each site, ``"record"``
             only fills ``findings``.

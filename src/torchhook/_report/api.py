@@ -43,7 +43,7 @@ def report(
     The model runs a few times, in evaluation mode unless ``train=True``, and is left undisturbed: its modes, buffers,
     gradients and hooks, and the process's random numbers, are as before afterwards.
 
-    Arguments:
+    Args:
         model: Any module that has its parameters; a lazy one has to run once before.
         inputs: A tuple is the positional arguments, a dict the keyword arguments, ``th.Inputs(args, kwargs)`` both,
             anything else the one argument.

@@ -34,7 +34,7 @@ class Alarms:
     >>> Alarms(window=20).window
     20
 
-    Arguments:
+    Args:
         window: in measured steps: units are dead, and gradients vanish, when it lasts that long.
         vanishing: a gradient vanishes below this times the largest gradient norm that it is compared with.
         exploding: a gradient explodes when it is not finite, or when its norm is over this times that of its weight, if

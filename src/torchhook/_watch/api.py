@@ -63,7 +63,7 @@ def watch(
     calls of a layer in it are taken together (``"relu#1"`` means one of them). Numbers stay on the device and come over
     once, when the step ends. Keep validation out with ``paused()``.
 
-    Arguments:
+    Args:
         model: the model in training; it computes what it would without a watch.
         selectors: sites to watch: names, globs, types, modules, ``"layer4:input"``, ``"block/relu"``.
         every: measure each Nth step; the others cost one hook.
