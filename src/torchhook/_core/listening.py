@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, on_gradient, on_node
@@ -57,7 +58,7 @@ def listen(tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
     """Hand ``hook`` all that flows into a tensor."""
     whole = _torch.base(tensor) if counts_versions(tensor) else None
     if whole is None or whole.is_leaf or not whole.requires_grad or whole.dtype != tensor.dtype:
-        handles.add(on_gradient(tensor, hook))
+        handles.add(_hooked(tensor, hook))
         return
     written, part = Written(tensor), Part(tensor, whole)
 
@@ -70,7 +71,14 @@ def listen(tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
         new = hook(part.of(grad))
         return None if new is None else part.put(grad, new)
 
-    handles.add(on_gradient(tensor, at_view), on_gradient(whole, at_whole))
+    handles.add(_hooked(tensor, at_view), _hooked(whole, at_whole))
+
+
+def _hooked(tensor: Tensor, hook: TensorHook) -> RemovableHandle:
+    # After a write through another view, asking for the step of a view makes it anew and drops the hooks that were
+    # there: asked for in the middle of registering one, that ends the process (pytorch#196459).
+    _ = tensor.grad_fn
+    return on_gradient(tensor, hook)
 
 
 class Alias:
@@ -84,7 +92,7 @@ class Alias:
         self._read: Tensor | None = None
         self._through_write: Tensor | None = None
         self._is_written = False
-        handles.add(on_gradient(self.tensor, self._at_alias))
+        handles.add(_hooked(self.tensor, self._at_alias))
         whole = root(self.tensor) if counts_versions(self.tensor) else self.tensor
         # Autograd lets nobody write to a view of a leaf that has a gradient.
         self._can_be_written = whole is not self.tensor and not whole.is_leaf and whole.dtype == tensor.dtype
@@ -92,7 +100,7 @@ class Alias:
             self._part = Part(self.tensor, whole)
             self._before = version(self.tensor)
             self._step = sequence_number(whole.grad_fn), whole.output_nr
-            handles.add(on_gradient(whole, self._at_whole))
+            handles.add(_hooked(whole, self._at_whole))
 
     def was_written(self) -> bool:
         """Whether the memory was written to since the alias was made."""
