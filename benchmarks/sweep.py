@@ -95,7 +95,7 @@ def measure(name: str, size: dict[str, int], rounds: int, threads: int) -> dict[
         start = time.perf_counter()
         expected = by_hand(gpt2, clean, corrupted)
         middle = time.perf_counter()
-        found = sweep(gpt2, clean, corrupted, "transformer.h.*", logit_difference, progress=False)
+        found = sweep(gpt2, clean, corrupted, logit_difference, sites="transformer.h.*", progress=False)
         end = time.perf_counter()
         if i:
             hand.append(middle - start)

@@ -77,13 +77,13 @@ def main() -> None:
 
     kinds: dict[str, Callable[[nn.Module], Watch | None]] = {
         "plain": lambda model: None,
-        "every=10": lambda model: watch(model, every=10),
-        "every=1": lambda model: watch(model, every=1),
+        "every=10": lambda model: watch(model, every=10).open(),
+        "every=1": lambda model: watch(model, every=1).open(),
     }
     if options.all:
         kinds |= {
-            "every=1, values only": lambda model: watch(model, gradients=False, parameters=False),
-            "every=1, histograms": lambda model: watch(model, statistics=(*DEFAULT, "histogram")),
+            "every=1, values only": lambda model: watch(model, gradients=False, parameters=False).open(),
+            "every=1, histograms": lambda model: watch(model, statistics=(*DEFAULT, "histogram")).open(),
         }
     trainers = {kind: trainer(options.device, options.batch, options.size) for kind in kinds}
     watchers = {kind: make(trainers[kind][0]) for kind, make in kinds.items()}

@@ -43,7 +43,7 @@ def attention() -> None:
     tokenizer, model = minilm()
     batch = tokenizer(SENTENCES[0], return_tensors="pt")
     with torch.no_grad():
-        maps = th.attention(model, kwargs=dict(batch))
+        maps = th.attention(model, batch)
     words = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
     figure = th.plot.attention(maps, maps.keys()[-1], heads=[1, 3, 5, 7], tokens=words)
     figure.savefig(IMAGES / "attention.png", dpi=110)

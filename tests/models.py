@@ -11,6 +11,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import random
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -1679,3 +1680,33 @@ class Merges(nn.Linear):
             with torch.no_grad():
                 self.weight += -1 if mode else 1
         return super().train(mode)
+
+
+class Restless(nn.Module):
+    """Changes whatever a forward pass can change: its input, statistics, caches, counters, modes, gradients, and
+    every random number generator.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.attn = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(8, 2)
+        self.calls, self.cache, self.keys = 0, [], torch.zeros(4)
+        self.fails = fails
+        self.head.weight.grad = torch.ones(2, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        self.keys += 1
+        self.cache.append(x)
+        self.register_buffer("latest", x.detach().mean())
+        self.drop.train(not self.drop.training)
+        with torch.enable_grad():
+            self.head(x.detach()).sum().backward()
+        x = self.norm(x.mul_(scale))
+        x = self.drop(x) * random.random() + float(np.random.rand())
+        x = self.attn(x, x, x)[0] + self.calls
+        if self.fails:
+            raise KeyError("mine")
+        return self.head(x)

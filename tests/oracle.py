@@ -174,10 +174,13 @@ def silent(model: nn.Module, ran: dict[str, list[Any]]) -> set[str]:
 # -- what must be left as it was ----------------------------------------------------------------------------------
 
 
-def snapshot(model: nn.Module) -> Node:
-    """All that a model is made of and all of the process that a session could disturb."""
+def snapshot(model: nn.Module, versions: bool = True) -> Node:
+    """All that a model is made of and all of the process that a session could disturb.
+
+    Without ``versions``, a tensor may have been written to in between, as running statistics are in training mode.
+    """
     modules = {name: _module(module) for name, module in model.named_modules(remove_duplicate=False)}
-    tensors = {name: _about(tensor) for name, tensor in _tensors(model)}
+    tensors = {name: _about(tensor, versions) for name, tensor in _tensors(model)}
     parts = {"modules": Node("", modules), "tensors": Node("", tensors), "process": process(), "random": _random()}
     return Node("snapshot", parts)
 
@@ -199,13 +202,13 @@ def _module(module: nn.Module) -> Node:
     return Node(type(module).__qualname__, {name: freeze(part) for name, part in parts.items()})
 
 
-def _about(tensor: Tensor) -> Node:
+def _about(tensor: Tensor, versions: bool) -> Node:
     parts = {
         "requires_grad": tensor.requires_grad,
         "is_leaf": tensor.is_leaf,
         "grad": None if not tensor.is_leaf else freeze(tensor.grad),
         "hooks": len(tensor._backward_hooks or ()),
-        "version": None if tensor.is_inference() else tensor._version,
+        "version": None if not versions or tensor.is_inference() else tensor._version,
         "strides": str(tensor.stride()),
         "copy-on-write": torch._C._is_cow_tensor(tensor),
     }

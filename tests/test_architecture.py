@@ -1,8 +1,4 @@
-"""The walls between the rooms, read off the sources: who may enter where, and who may know what.
-
-What a wall does not hold back yet stands in a dict beside it. An entry that is no longer true fails as well, so that
-the lists can only shrink.
-"""
+"""The walls between the rooms, read off the sources: who may enter where, and who may know what."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from tests.sources import (
     FILES,
     ROOT,
     TREES,
-    Found,
     branches,
     comments_and_code,
     gathered,
@@ -28,13 +23,6 @@ from tests.sources import (
     relative,
     users_of,
 )
-
-
-def no_more_than(known: Found, found: Found) -> None:
-    """Fail on what is new, and on what is known and no longer there: the list is to shrink."""
-    new = [f"{file}: {name}" for file in found for name in sorted(found[file] - known.get(file, set()))]
-    gone = [f"{file}: {name}" for file in known for name in sorted(known[file] - found.get(file, set()))]
-    assert (new, gone) == ([], [])
 
 
 def test_imports_are_absolute_so_that_they_can_be_read_here() -> None:
@@ -52,30 +40,6 @@ def test_every_file_says_what_it_is_for() -> None:
 # -- rooms ---------------------------------------------------------------------------------------------------------
 
 ROOMS = {path.parent.name for path in ROOT.glob("*/api.py")}
-DEEP_IMPORTS: Found = {
-    "_cli/inputs.py": {"_extract.image_folder"},
-    "_cli/model_commands.py": {"_cam.methods"},
-    "_cli/store_commands.py": {"_extract.estimate", "_extract.image_folder", "_features.verify"},
-    "_extract/api.py": {"_features.index", "_features.manifest", "_features.shards", "_features.storage"},
-    "_extract/engines.py": {"_features.manifest", "_features.shards", "_features.storage"},
-    "_extract/estimate.py": {"_features.manifest"},
-    "_extract/fill.py": {"_features.manifest"},
-    "_extract/progress.py": {"_features.manifest"},
-    "_extract/slabs.py": {"_features.direct_io", "_features.manifest"},
-    "_extract/task.py": {"_features.manifest", "_features.shards", "_features.storage"},
-    "_extract/writer.py": {"_features.manifest", "_features.shards", "_features.storage"},
-    "_report/collect.py": {"_cam.methods"},
-    "_report/layout.py": {"_cam.layer_choice", "_cam.layout"},
-    "_report/measure.py": {"_watch.statistics"},
-    "types.py": {
-        "_cam.result",
-        "_extract.estimate",
-        "_extract.image_folder",
-        "_guard.findings",
-        "_watch.alarms",
-        "_watch.engine",
-    },
-}
 
 
 def test_a_room_with_an_api_is_entered_through_it() -> None:
@@ -86,47 +50,13 @@ def test_a_room_with_an_api_is_entered_through_it() -> None:
                 yield f"{room}.{door}"
 
     assert {"_guard", "_watch", "_cam", "_report", "_cli", "_features", "_extract", "_classic"} <= ROOMS
-    no_more_than(DEEP_IMPORTS, gathered(entering))
+    assert gathered(entering) == {}
 
 
 # -- torch ---------------------------------------------------------------------------------------------------------
 
-PRIVATE_TORCH: Found = {
-    "_attention.py": {"._materialize", "torch._native_multi_head_attention"},
-    "_clip.py": {"._parameters"},
-    "_core/calling.py": {"._buffers"},
-    "_core/gradients.py": {"._base", "._version", "torch._C._functorch.is_functorch_wrapped_tensor"},
-    "_core/hooks.py": {"torch._dynamo", "torch.autograd.Variable._execution_engine.queue_callback"},
-    "_core/index.py": {"._buffers", "._modules", "._parameters"},
-    "_core/keep.py": {
-        "._cdata",
-        "._is_view",
-        "torch._C._are_functorch_transforms_active",
-        "torch._C._functorch.get_unwrapped",
-        "torch._C._functorch.is_batchedtensor",
-        "torch._C._functorch.is_functorch_wrapped_tensor",
-        "torch._C._functorch.maybe_get_bdim",
-        "torch._lazy_clone",
-    },
-    "_core/recompute.py": {"torch._C._autograd._top_saved_tensors_default_hooks", "torch._C._current_graph_task_id"},
-    "_core/session.py": {"._buffers", "._parameters"},
-    "_guard/api.py": {"._parameters", "torch._C.DisableTorchFunction"},
-    "_guard/backward.py": {"._sequence_nr", "torch._C._autograd._get_sequence_nr", "torch._C._current_autograd_node"},
-    "_guard/checks.py": {"._base", "._cdata", "._values", "torch._C._are_functorch_transforms_active"},
-    "_guard/judge.py": {"._parameters"},
-    "_recording/saving.py": {
-        "._indices",
-        "._values",
-        "torch._make_per_channel_quantized_tensor",
-        "torch._make_per_tensor_quantized_tensor",
-    },
-    "_report/collect.py": {"._buffers", "._parameters"},
-    "_report/observe.py": {"._parameters"},
-    "_values/tree.py": {"torch.utils._pytree.SUPPORTED_NODES.get", "torch.utils._pytree.register_pytree_node"},
-    "_watch/engine.py": {"._parameters"},
-    "_watch/step.py": {"._version"},
-    "_watch/units.py": {"torch.nn.modules.batchnorm._BatchNorm", "torch.nn.modules.conv._ConvNd"},
-}
+# Every subclass of nn.Module meets these three; there is no public way to see a module's own, None among them.
+OF_MODULES = {"._buffers", "._modules", "._parameters"}
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:
@@ -135,16 +65,10 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     def reached(tree: ast.AST, file: str) -> Iterator[str]:
         if file != "_torch.py":
             yield from private_paths(tree)
-            yield from private_attributes(tree, own)
+            yield from (name for name in private_attributes(tree, own) if name not in OF_MODULES)
 
-    no_more_than(PRIVATE_TORCH, gathered(reached))
-
-
-FRAMES: Found = {
-    "_core/functional.py": {"sys._getframe"},
-    "_core/recompute.py": {"sys._getframe"},
-    "_core/session.py": {"sys._getframe"},
-}
+    # What a named tuple has by itself is not torch's.
+    assert gathered(reached) == {"_recording/value_codecs.py": {"torch.nn.utils.rnn.PackedSequence._make"}}
 
 
 def test_frames_are_looked_at_in_two_files() -> None:
@@ -156,22 +80,15 @@ def test_frames_are_looked_at_in_two_files() -> None:
             if file not in ("_torch.py", "errors.py") and module in ("sys", "inspect", "traceback") and name in wanted:
                 yield f"{module}.{name}"
 
-    no_more_than(FRAMES, gathered(looking))
+    assert gathered(looking) == {}
 
 
 # -- size ----------------------------------------------------------------------------------------------------------
 
-LONG: Found = {"_recording/differences.py": {"lines"}, "_values/tree.py": {"lines"}}
-BRANCHING: Found = {
-    "_extract/api.py": {"extract"},  # 33
-    "_recording/saving.py": {"_encode"},  # 22
-    "_values/tree.py": {"unpack"},  # 25
-}
-
 
 def test_no_file_has_more_than_400_lines() -> None:
     lines = {relative(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    no_more_than(LONG, {file: {"lines"} for file, count in lines.items() if count > 400})
+    assert {file: count for file, count in lines.items() if count > 400} == {}
 
 
 def test_no_function_has_more_than_20_branches() -> None:
@@ -180,7 +97,7 @@ def test_no_function_has_more_than_20_branches() -> None:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and branches(node) > 20:
                 yield node.name
 
-    no_more_than(BRANCHING, gathered(many))
+    assert gathered(many) == {}
 
 
 @pytest.mark.xfail(strict=True, reason="2.2 today: reasons are still to be written down")
@@ -205,13 +122,13 @@ def test_only_hooks_registers_hooks() -> None:
 
 
 def test_only_keep_knows_copy_on_write() -> None:
-    assert users_of(r"_lazy_clone|_is_cow|_data_address") == {"_core/keep.py"}
+    assert users_of(r"lazy_clone|_is_cow|_data_address") == {"_core/keep.py", "_torch.py"}
 
 
-def test_only_tree_knows_the_pytree() -> None:
-    using = {file for file, tree in TREES.items() if any("_pytree" in name for name in imported(tree))}
-    assert using == {"_values/tree.py"}
-    assert users_of(r"pytree|tree_flatten|tree_map") == {"_values/tree.py"}
+def test_only_nodes_knows_the_pytree() -> None:
+    """What opens values does; ``torch.export`` has to be told of the one class of ours that it returns."""
+    assert users_of(r"pytree_nodes|SUPPORTED_NODES|tree_flatten|tree_map") == {"_values/nodes.py", "_torch.py"}
+    assert users_of(r"register_pytree_node") == {"_classic/feature_layers.py", "_torch.py"}
 
 
 def test_nothing_replaces_forward_or_wraps_torch() -> None:
@@ -236,7 +153,7 @@ def test_the_library_never_imports(package: str) -> None:
     [
         ("matplotlib", r"plot/"),
         ("jinja2", r"_report/"),
-        ("ray", r"_extract/(ray|api)\.py"),
+        ("ray", r"_extract/(ray|job)\.py"),
         ("typer", r"_cli/"),
         ("transformers", r"demo\.py"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torchhook as th
-from tests.oracle import hooks_on
+from tests.models import Restless
+from tests.oracle import assert_same, hooks_on, snapshot
 from torchhook.errors import NoAttentionError
 
 
@@ -37,13 +39,13 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_a_plain_fused_call(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    maps = th.attention(Fused(), *qkv)
+    maps = th.attention(Fused(), qkv)
     torch.testing.assert_close(maps[""], by_hand(qkv[0], qkv[1]))
 
 
 def test_a_causal_call(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     bias = torch.full((6, 6), -torch.inf).triu(1)
-    torch.testing.assert_close(th.attention(Fused(is_causal=True), *qkv)[""], by_hand(qkv[0], qkv[1], bias))
+    torch.testing.assert_close(th.attention(Fused(is_causal=True), qkv)[""], by_hand(qkv[0], qkv[1], bias))
 
 
 def test_masks_of_booleans_and_of_numbers(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -51,18 +53,18 @@ def test_masks_of_booleans_and_of_numbers(qkv: tuple[Tensor, Tensor, Tensor]) ->
     mask[:, 0] = True
     bias = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
     expected = by_hand(qkv[0], qkv[1], bias)
-    torch.testing.assert_close(th.attention(Fused(attn_mask=mask), *qkv)[""], expected)
-    torch.testing.assert_close(th.attention(Fused(attn_mask=bias), *qkv)[""], expected)
+    torch.testing.assert_close(th.attention(Fused(attn_mask=mask), qkv)[""], expected)
+    torch.testing.assert_close(th.attention(Fused(attn_mask=bias), qkv)[""], expected)
 
 
 def test_a_scale_of_its_own_and_dropout_left_out(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    maps = th.attention(Fused(scale=0.5, dropout_p=0.9), *qkv)
+    maps = th.attention(Fused(scale=0.5, dropout_p=0.9), qkv)
     torch.testing.assert_close(maps[""], (qkv[0] @ qkv[1].transpose(-1, -2) * 0.5).softmax(-1))
 
 
 def test_grouped_queries(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v = qkv[0], qkv[1][:, :2], qkv[2][:, :2]
-    maps = th.attention(Fused(enable_gqa=True), q, k, v)
+    maps = th.attention(Fused(enable_gqa=True), (q, k, v))
     torch.testing.assert_close(maps[""], by_hand(q, k.repeat_interleave(2, 1)))
 
 
@@ -70,7 +72,7 @@ def test_a_query_that_may_look_nowhere_gives_zeros_like_the_kernel(qkv: tuple[Te
     mask = torch.ones(6, 6, dtype=torch.bool)
     mask[2] = False
     model = Fused(attn_mask=mask)
-    maps = th.attention(model, *qkv)
+    maps = th.attention(model, qkv)
     assert not maps[""][:, :, 2].any()
     torch.testing.assert_close(maps[""] @ qkv[2], model(*qkv), equal_nan=False)
 
@@ -81,7 +83,7 @@ def test_causal_biases_are_the_masks_that_they_stand_for(bias: Any, diagonal: in
     q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
     expected = by_hand(q, k, torch.full((3, 5), -torch.inf).triu(diagonal + 1))
     model = Fused(attn_mask=bias(3, 5))
-    maps = th.attention(model, q, k, v)
+    maps = th.attention(model, (q, k, v))
     torch.testing.assert_close(maps[""], expected)
     torch.testing.assert_close(maps[""] @ v, model(q, k, v))
 
@@ -91,8 +93,8 @@ def test_a_mask_of_an_unknown_kind_is_refused(qkv: tuple[Tensor, Tensor, Tensor]
         pass
 
     with pytest.raises(TypeError, match="attn_mask is a Odd"):
-        th.attention(Fused(attn_mask=torch.zeros(6, 6).as_subclass(Odd)), *qkv)
-    weights = th.attention(Fused(attn_mask=nn.Parameter(torch.zeros(6, 6))), *qkv)[""]
+        th.attention(Fused(attn_mask=torch.zeros(6, 6).as_subclass(Odd)), qkv)
+    weights = th.attention(Fused(attn_mask=nn.Parameter(torch.zeros(6, 6))), qkv)[""]
     torch.testing.assert_close(weights, by_hand(qkv[0], qkv[1]))
 
 
@@ -133,7 +135,7 @@ def test_attention_without_heads_has_one_head_and_rolls_out(fused: bool, batch: 
 
 def test_fused_attention_of_one_sequence_has_a_batch_and_a_head() -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(th.attention(Fused(), x, x, x)[""], by_hand(x, x)[None, None])
+    torch.testing.assert_close(th.attention(Fused(), (x, x, x))[""], by_hand(x, x)[None, None])
 
 
 class Windows(nn.Module):
@@ -165,15 +167,19 @@ def test_windows_of_a_real_model_are_the_same_fused_or_not() -> None:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_multihead_attention_on_its_fast_path_and_off_it(grad: bool, batch_first: bool) -> None:
+def test_multihead_attention_on_its_fast_path_and_off_it(fast: bool, batch_first: bool) -> None:
     torch.manual_seed(0)
     model = nn.MultiheadAttention(8, 2, batch_first=batch_first).eval()
     x = torch.randn(3, 5, 8)
-    with torch.set_grad_enabled(grad):
-        expected = model(x, x, x, average_attn_weights=False)[1]
-        maps = th.attention(model, x, x, x, need_weights=False)
+    expected = model(x, x, x, average_attn_weights=False)[1]
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        maps = th.attention(model, th.Inputs((x, x, x), {"need_weights": False}))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
     torch.testing.assert_close(maps[""], expected)
     assert not maps[""].requires_grad
 
@@ -203,16 +209,67 @@ def test_grouped_queries_of_a_real_model_are_what_it_reports_itself() -> None:
     with torch.no_grad():
         told = model(input_ids=ids, output_attentions=True).attentions
         model.set_attn_implementation("sdpa")
-        maps = th.attention(model, input_ids=ids)
+        maps = th.attention(model, {"input_ids": ids})
     for layer, expected in enumerate(told):
         torch.testing.assert_close(maps[f"model.layers.{layer}.self_attn"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_restricts_and_the_model_is_left_as_it_was() -> None:
+def test_sites_restrict_and_the_model_is_left_as_it_was() -> None:
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False).eval()
-    maps = th.attention(model, torch.randn(1, 3, 224, 224), layers="blocks.[01].attn")
+    maps = th.attention(model, torch.randn(1, 3, 224, 224), sites="blocks.[01].attn")
     assert maps.keys() == ["blocks.0.attn", "blocks.1.attn"]
     assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_everything_is_left_as_it_was_whatever_the_model_does(training: bool, fails: bool) -> None:
+    model, x = Restless(fails).train(training), torch.randn(3, 4, 8)
+    kept, before, grad = x.clone(), snapshot(model, versions=False), model.head.weight.grad
+    with pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext():
+        maps = th.attention(model, th.Inputs((x,), {"scale": 2.0}))
+        assert maps.keys() == ["attn"]
+    assert_same(before, snapshot(model, versions=False), "the model and the process")
+    assert model.head.weight.grad is grad
+    assert torch.equal(x, kept)
+
+
+def test_the_run_is_in_eval_mode_without_gradients_so_that_no_dropout_is_in_the_maps() -> None:
+    torch.manual_seed(0)
+    drop, attend = nn.Dropout(0.9), SelfAttention(fused=True)
+    model, x = nn.Sequential(drop, attend).train(), torch.randn(2, 5, 8)
+    modes: list[tuple[bool, bool]] = []
+    attend.register_forward_pre_hook(lambda module, args: modes.append((module.training, torch.is_grad_enabled())))
+    torch.testing.assert_close(th.attention(model, x)["1"], by_hand(attend.q(x), attend.k(x))[:, None])
+    assert modes == [(False, False)]
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_sites_without_attention_are_told_where_it_is(fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), SelfAttention(fused), nn.ReLU(), SelfAttention(fused))
+    with pytest.raises(
+        NoAttentionError, match=r"seen in what sites= chose, '0', '2'\. It is called in '1', '3': choose from these\.$"
+    ):
+        th.attention(model, torch.randn(1, 5, 8), sites=["0", nn.ReLU])
+    with pytest.raises(NoAttentionError, match=r"chose, '\(model\)'\. It is called in '1', '3'"):
+        th.attention(model, torch.randn(1, 5, 8), sites="(model)")
+    with pytest.raises(NoAttentionError, match="no attention call was seen in Linear: it calls neither"):
+        th.attention(nn.Linear(8, 8), torch.randn(1, 8), sites="")
+
+
+def test_a_shared_module_has_its_maps_once_and_is_read_under_each_of_its_names() -> None:
+    layer = SelfAttention(fused=True)
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    maps = th.attention(nn.Sequential(layer, layer), x)
+    assert maps.keys() == ["0"]
+    first = by_hand(layer.q(x), layer.k(x))
+    torch.testing.assert_close(maps["1#0"], first[:, None])
+    x = layer(x)
+    second = by_hand(layer.q(x), layer.k(x))
+    rows = [(weights + torch.eye(5)) / 2 for weights in (first, second)]
+    torch.testing.assert_close(th.rollout(maps), rows[1] @ rows[0])
+    assert th.attention(nn.Sequential(layer, layer), x, sites="1").keys() == ["1"]
 
 
 def test_a_softmax_over_classes_is_no_attention() -> None:

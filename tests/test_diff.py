@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -15,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import oracle, zoo
+from tests.models import Restless
 from torchhook._capture import capture
 from torchhook._diff import diff
 from torchhook._recording.records import load
 from torchhook._values.tree import Inputs
+from torchhook.errors import MissingRecordError
 
 
 class Net(nn.Module):
@@ -199,12 +202,12 @@ def test_the_wrong_block_of_a_gpt2_port_with_other_names_is_found_through_a_map(
 
     port = Port(copy.deepcopy(model))
     tokens = torch.arange(6)[None]
-    result = diff(model, port, {"input_ids": tokens}, x_b=tokens, map=_renamed)
+    result = diff(model, port, {"input_ids": tokens}, inputs_b=tokens, names=_renamed)
     assert [row.site for row in result if not row.ok] == [""]
     assert result[""].status == "structure"
     with torch.no_grad():
         port.body.h[1].mlp.c_fc.bias += 0.1
-    result = diff(model, port, {"input_ids": tokens}, x_b=tokens, map={"transformer": "body", "lm_head": "head"})
+    result = diff(model, port, {"input_ids": tokens}, inputs_b=tokens, names={"transformer": "body", "lm_head": "head"})
     assert result.first is not None
     assert (result.first.site, result.first.other) == ("transformer.h.1.mlp.c_fc", "body.h.1.mlp.c_fc")
 
@@ -274,6 +277,50 @@ def test_everything_is_left_as_it_was() -> None:
     assert torch.equal(states[0], torch.get_rng_state())
     assert (states[1], states[2]) == (random.getstate(), np.random.get_state()[1].tolist())
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_everything_is_left_as_it_was_whatever_the_models_do(training: bool, fails: bool) -> None:
+    model, x = Restless(fails=False).train(training), torch.randn(3, 4, 8)
+    other = copy.deepcopy(model)
+    other.fails = fails
+    kept, before = x.clone(), [oracle.snapshot(m, versions=False) for m in (model, other)]
+    with pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext():
+        assert diff(model, other, Inputs((x,), {"scale": 2.0}), rtol=0, atol=0).ok
+    for was, one in zip(before, (model, other), strict=True):
+        oracle.assert_same(was, oracle.snapshot(one, versions=False), "the models and the process")
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "both"])
+def test_inputs_mean_the_same_as_everywhere(kind: str) -> None:
+    class Scales(nn.Module):
+        def forward(self, x: Tensor, factor: float = 2.0) -> Tensor:
+            return x * factor
+
+    x = torch.ones(2)
+    inputs = {"tensor": x, "tuple": (x, 3.0), "dict": {"factor": 3.0, "x": x}, "both": Inputs((x,), {"factor": 3.0})}
+    other = nn.Sequential(Scales())
+    result = diff(Scales(), other, inputs[kind], inputs_b=x, names={"(model)": "(model)"})
+    assert result["(model)"] is result[""]
+    assert result["(model)"].max_abs == (0.0 if kind == "tensor" else 1.0)
+
+
+def test_the_model_itself_is_chosen_and_named_as_it_is_printed() -> None:
+    model, wrapped = net(), nn.Sequential(net())
+    for name in ("(model)", ""):
+        result = diff(model, wrapped, image(), sites=name, names={name: "0"})
+        assert [(row.site, row.other, row.status) for row in result] == [("", "0", "same")]
+    result = diff(wrapped, model, image(), sites=["0", "(model):input"], names=lambda path: "(model)")
+    assert [(row.site, row.other) for row in result] == [(":input", ":input"), ("0", "")]
+    assert "(model):input" in str(result)
+    assert result["(model):input"] is result[0]
+
+
+def test_sites_that_b_does_not_have_are_named_with_the_way_out() -> None:
+    with pytest.raises(MissingRecordError, match=r"B has none of the sites that were chosen in A: 'fc'.* names="):
+        diff(net(), nn.Sequential(net()), image(), sites="fc")
 
 
 def test_both_runs_draw_the_same_random_numbers() -> None:
@@ -369,7 +416,7 @@ def test_wrong_arguments_are_refused() -> None:
     model = net()
     with capture(model, "fc") as rec:
         model(image())
-    with pytest.raises(TypeError, match="needs an input"):
+    with pytest.raises(TypeError, match="needs inputs"):
         diff(model, model)
     with pytest.raises(TypeError, match="found Recording and Net"):
         diff(rec, model, image())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,9 +173,104 @@ def test_clamp_needs_a_limit() -> None:
         edits.clamp()
 
 
-def test_edits_say_what_they_are() -> None:
-    assert edits.scale(2.0).__name__ == "edits.scale(2.0)"
-    assert edits.add(torch.zeros(2, 3)).__name__ == "edits.add((2, 3))"
+def doubled(value: Tensor) -> Tensor:
+    return value * 2
+
+
+def sited(value: Tensor, site: Site) -> Tensor:
+    return value + len(site.path)
+
+
+def recorded(number: float = 1.0) -> th.Recording:
+    _, rec = th.run(chain(Pass(), Pass()), torch.full((2, 3), number), capture="*")
+    return rec
+
+
+AS_WRITTEN: dict[str, Callable[[], Any]] = {
+    "edits.scale(2.0)": lambda: edits.scale(2.0),
+    "edits.scale(3)": lambda: edits.scale(3),
+    "edits.add((2, 3))": lambda: edits.add(torch.zeros(2, 3)),
+    "edits.add((768,))": lambda: edits.add(torch.arange(768.0)),
+    "edits.add(tensor([1.0, 2.0, 3.0]))": lambda: edits.add(torch.tensor([1.0, 2.0, 3.0])),
+    "edits.add(1.5)": lambda: edits.add(1.5),
+    "edits.replace(7)": lambda: edits.replace(7),
+    "edits.replace((tensor([0.0]), None))": lambda: edits.replace((torch.zeros(1), None)),
+    "edits.zero()": lambda: edits.zero(),
+    "edits.mean()": lambda: edits.mean(),
+    "edits.mean((0, 1))": lambda: edits.mean([0, 1]),
+    "edits.clamp(-1, 4)": lambda: edits.clamp(-1, 4),
+    "edits.clamp(high=4)": lambda: edits.clamp(high=4),
+    "edits.noise(0.1)": lambda: edits.noise(0.1),
+    "edits.noise(0.1, seed=3)": lambda: edits.noise(0.1, seed=3),
+    "edits.patch(<Recording of Sequential: 2 sites, 48 B>)": lambda: edits.patch(recorded()),
+    "edits.patch(<Recording of Sequential: 2 sites, 48 B>, [0, 1], dim=0)": lambda: edits.patch(
+        recorded(), [0, 1], dim=0
+    ),
+    "edits.patch(<Recording of Sequential: 2 sites, 48 B>, slice(1, 4, None))": lambda: edits.patch(
+        recorded(), slice(1, 4)
+    ),
+    "edits.patch(<Recording of Sequential: 2 sites, 48 B>, mask=(2, 3), source='1')": lambda: edits.patch(
+        recorded(), mask=X > 0, source="1"
+    ),
+    "edits.at('0', edits.add((9,)))": lambda: edits.at("0", edits.add(torch.ones(9))),
+    "edits.at('1.deep.0', [edits.add(1.0), doubled, sited])": lambda: edits.at(
+        "1.deep.0", [edits.add(1.0), doubled, sited]
+    ),
+    "edits.at('0', relu)": lambda: edits.at("0", torch.relu),
+}
+
+
+@pytest.mark.parametrize("text", AS_WRITTEN)
+def test_edits_say_what_they_are(text: str) -> None:
+    assert repr(AS_WRITTEN[text]()) == text
+
+
+@pytest.mark.parametrize("text", AS_WRITTEN)
+def test_edits_are_values(text: str) -> None:
+    edit = AS_WRITTEN[text]()
+    for again in (AS_WRITTEN[text](), pickle.loads(pickle.dumps(edit)), copy.deepcopy(edit)):
+        assert again == edit
+        assert hash(again) == hash(edit)
+        assert repr(again) == text
+    for other, make in AS_WRITTEN.items():
+        assert (make() == edit) is (other == text)
+    assert edit != text
+
+
+def test_edits_of_equal_looks_and_other_numbers_are_not_equal() -> None:
+    assert edits.add(torch.zeros(2, 3)) != edits.add(torch.ones(2, 3))
+    assert edits.at("0", edits.add(torch.zeros(9))) != edits.at("0", edits.add(torch.ones(9)))
+    assert edits.patch(recorded(1.0)) != edits.patch(recorded(2.0))
+    assert edits.patch(recorded(1.0)) == edits.patch(recorded(1.0))
+
+
+@pytest.mark.parametrize("name", [name for name in BY_HAND if "function" not in name and "nothing" not in name])
+@pytest.mark.parametrize("travel", [lambda e: pickle.loads(pickle.dumps(e)), copy.deepcopy], ids=["pickle", "copy"])
+def test_an_edit_does_the_same_after_a_journey(name: str, travel: Callable[[Any], Any]) -> None:
+    edit, expected = BY_HAND[name]
+    if name == "several in order":
+        edit = [step for step in edit if not inspect.isfunction(step)]
+    torch.testing.assert_close(edited(travel(edit)), expected)
+
+
+def test_a_patch_travels_with_its_recording(tmp_path: Path) -> None:
+    model, clean, other = tokens()
+    with torch.no_grad():
+        _, rec = th.run(model, clean, capture="0")
+        path = tmp_path / "edit.pt"
+        torch.save(edits.patch(rec, [0, 3]), path)
+        found, _ = th.run(model, other, edit={"0": torch.load(path, weights_only=False)})
+        expected = model[0](other)
+        expected[:, [0, 3]] = model[0](clean)[:, [0, 3]]
+    assert torch.equal(found, expected.tanh())
+
+
+def test_a_vector_that_is_trained_is_the_same_one_in_the_edit() -> None:
+    vector = torch.zeros(3, requires_grad=True)
+    edit = edits.add(vector)
+    with torch.no_grad():
+        vector += 1
+    assert torch.equal(edited(edit).detach(), X + 1)
 
 
 # -- patching -----------------------------------------------------------------------------------------------------

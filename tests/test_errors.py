@@ -36,7 +36,9 @@ def error_classes() -> list[type]:
         (errors.AmbiguousCallError, (LookupError,)),
         (errors.RecordingFileError, (ValueError,)),
         (errors.EditError, (ValueError,)),
+        (errors.TransformError, (ValueError,)),
         (errors.SessionError, (RuntimeError,)),
+        (errors.TargetError, (ValueError, IndexError)),
         (errors.MissingExtraError, (ImportError,)),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import UserDict
 from typing import Any
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
-from tests.models import Merges
+from tests.models import Merges, Restless
+from tests.oracle import assert_same, snapshot
 from torchhook._layers import Layer, ops
 from torchhook.errors import SelectorError
 
@@ -68,7 +70,7 @@ def test_the_tree_lists_every_module_with_its_type_and_parameters() -> None:
 
 
 def test_with_inputs_the_shapes_of_the_outputs_are_shown() -> None:
-    assert str(th.layers(Net(), 2, inputs=torch.ones(3, 1, 4, 4))).partition("\n")[2] == RUN
+    assert str(th.layers(Net(), torch.ones(3, 1, 4, 4), depth=2)).partition("\n")[2] == RUN
 
 
 @pytest.mark.parametrize(
@@ -82,14 +84,14 @@ def test_with_inputs_the_shapes_of_the_outputs_are_shown() -> None:
     ],
 )
 def test_depth_counts_the_levels_below_the_model(depth: int | None, names: list[str]) -> None:
-    found = th.layers(Net(), depth)
+    found = th.layers(Net(), depth=depth)
     assert found.names() == names
     assert [layer.depth for layer in found] == [name.count(".") + 1 if name else 0 for name in names]
 
 
 def test_a_negative_depth_is_refused() -> None:
     with pytest.raises(ValueError, match="depth=-1: give the number of levels below the model, or None for all"):
-        th.layers(Net(), -1)
+        th.layers(Net(), depth=-1)
 
 
 def test_layers_are_read_by_name_by_number_and_in_order() -> None:
@@ -101,6 +103,21 @@ def test_layers_are_read_by_name_by_number_and_in_order() -> None:
     assert "body.0" in found
     assert "body.7" not in found
     assert len(found) == len(list(found)) == 10
+
+
+def test_a_number_in_the_place_of_the_inputs_is_told_from_a_depth() -> None:
+    with pytest.raises(TypeError, match=r"^layers\(model, 2\): .* write depth=2; "):
+        th.layers(Net(), 2)
+
+
+def test_the_model_itself_is_read_as_it_is_printed() -> None:
+    found = th.layers(Net())
+    assert found["(model)"] is found[""]
+    assert "(model)" in found
+    assert 3 not in found
+    model = nn.Module()
+    model.add_module("(model)", nn.ReLU())
+    assert th.layers(model)["(model)"].type == "Module"
 
 
 def test_a_wrong_name_offers_the_closest() -> None:
@@ -117,10 +134,14 @@ def test_tied_weights_are_counted_once_in_every_total() -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [torch.ones(2, 3), (torch.ones(2, 3),), {"input": torch.ones(2, 3)}], ids=["tensor", "tuple", "dict"]
+    "inputs",
+    [torch.ones(2, 3), (torch.ones(2, 3),), {"input": torch.ones(2, 3)}, th.Inputs((torch.ones(2, 3),), {})],
+    ids=["tensor", "tuple", "dict", "both"],
 )
-def test_inputs_are_a_tensor_a_tuple_of_arguments_or_a_dict_of_keywords(inputs: Any) -> None:
+def test_inputs_are_a_tensor_a_tuple_of_arguments_a_dict_of_keywords_or_both(inputs: Any) -> None:
     assert th.layers(nn.Linear(3, 4), inputs=inputs)[""].shape == "(2, 4)"
+    assert th.layers(nn.Linear(3, 4), inputs)[""].shape == "(2, 4)"
+    assert [op.address for op in ops(nn.Linear(3, 4), inputs)] == ["/linear"]
 
 
 def test_the_last_call_of_a_module_gives_its_shape() -> None:
@@ -198,10 +219,44 @@ def test_ops_lists_the_functional_operations_with_their_addresses() -> None:
     assert calls["body.0/relu"] == 2
     assert calls["/mean"] == 1
     assert str(found).splitlines()[0] == f"{len(found)} operations"
+    assert "(model)/relu" in str(found)
     assert "conv/conv2d" in found._repr_html_()
 
 
-# -- layers leaves everything as it was ------------------------------------------------------------
+def test_operations_are_those_of_the_mode_that_the_model_is_in() -> None:
+    class Modal(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.tanh() if self.training else x.sigmoid()
+            return x.exp() if torch.is_grad_enabled() else x.log()
+
+    model = Modal()
+    assert [op.name for op in ops(model, torch.ones(1))] == ["tanh", "exp"]
+    model.eval()
+    with torch.no_grad():
+        assert [op.name for op in ops(model, torch.ones(1))] == ["sigmoid", "log"]
+
+
+# -- layers and ops leave everything as it was -----------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("function", [th.layers, th.ops])
+def test_everything_is_left_as_it_was_whatever_the_model_does(function: Any, training: bool, fails: bool) -> None:
+    model, x = Restless(fails).train(training), torch.randn(3, 4, 8)
+    kept, before, grad = x.clone(), snapshot(model, versions=False), model.head.weight.grad
+    with pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext():
+        function(model, th.Inputs((x,), {"scale": 2.0}))
+    assert_same(before, snapshot(model, versions=False), "the model and the process")
+    assert model.head.weight.grad is grad
+    assert torch.equal(x, kept)
+
+
+def test_listing_operations_moves_no_batch_statistics() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3)).train()
+    th.ops(model, torch.rand(5, 3))
+    assert model[0].num_batches_tracked.item() == 0
+    assert model[0].running_mean.tolist() == [0, 0, 0]
 
 
 class Writes(nn.Module):

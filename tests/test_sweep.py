@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.models import Restless
 from torchhook import edits
 from torchhook._capture import capture, edit
 from torchhook._recording.sweeps import Sweep
 from torchhook._sweep import sweep as _sweep
+from torchhook._values.tree import Inputs
 from torchhook.errors import EditError, MissingRecordError, NeverRanError, SelectorError
 
 
@@ -113,7 +116,7 @@ NAMES = ["embed", "blocks.0", "blocks.1", "head"]
 def test_the_matrix_is_that_of_a_loop_by_hand_however_it_is_batched(batch: int | None, examples: int) -> None:
     model, (clean, corrupted) = mixer(), prompts(examples)
     expected = by_hand(model, NAMES, clean, corrupted, margin)
-    found = sweep(model, clean, corrupted, NAMES, margin, batch=batch)
+    found = sweep(model, clean, corrupted, margin, sites=NAMES, batch=batch)
     assert found.notes == []
     assert found.sites == NAMES
     assert found.positions == list(range(5))
@@ -143,7 +146,7 @@ def test_an_ioi_sweep_over_every_block_and_position_of_gpt2_is_that_of_a_loop_by
 
     inputs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in (tokens, corrupted)]
     expected = by_hand(model, names, tokens, corrupted, margin, call=call)
-    found = sweep(model, *inputs, "transformer.h.*", margin, batch=None if batched else 1)
+    found = sweep(model, *inputs, margin, sites="transformer.h.*", batch=None if batched else 1)
     assert found.notes == []
     assert expected.std() > 1e-4
     assert (found.values - expected).abs().max() <= 1e-5
@@ -154,7 +157,7 @@ def test_many_patches_share_a_forward_pass() -> None:
     model, (clean, corrupted) = mixer(), prompts()
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[0]))
-    sweep(model, clean, corrupted, NAMES, margin, batch=8)
+    sweep(model, clean, corrupted, margin, sites=NAMES, batch=8)
     handle.remove()
     assert sizes == [1, 1, 8, 1, 1, 8, 4, 1]
 
@@ -162,21 +165,21 @@ def test_many_patches_share_a_forward_pass() -> None:
 def test_positions_may_be_chosen_and_counted_from_the_end() -> None:
     model, (clean, corrupted) = mixer(), prompts()
     expected = by_hand(model, NAMES, clean, corrupted, margin)
-    found = sweep(model, clean, corrupted, NAMES, margin, [3, -1])
+    found = sweep(model, clean, corrupted, margin, sites=NAMES, positions=[3, -1])
     assert found.positions == [3, -1]
     assert (found.values - expected[:, [3, -1]]).abs().max() <= 1e-5
     with pytest.raises(ValueError, match=r"positions \[5\] are out of range: dim 1 has 5"):
-        sweep(model, clean, corrupted, NAMES, margin, [0, 5])
+        sweep(model, clean, corrupted, margin, sites=NAMES, positions=[0, 5])
 
 
 def test_a_site_patched_as_a_whole_brings_the_clean_metric_back() -> None:
     model, (clean, corrupted) = mixer(), prompts(2)
-    found = sweep(model, clean, corrupted, ["embed", "head"], margin, dim=None)
+    found = sweep(model, clean, corrupted, margin, sites=["embed", "head"], dim=None)
     assert found.positions is None
     assert found.values[:, 0].tolist() == pytest.approx([found.clean, found.clean], abs=1e-6)
-    assert found.normalised[:, 0].tolist() == pytest.approx([1, 1], abs=1e-4)
+    assert found.normalized[:, 0].tolist() == pytest.approx([1, 1], abs=1e-4)
     with pytest.raises(ValueError, match="leave them out"):
-        sweep(model, clean, corrupted, "embed", margin, [1], dim=None)
+        sweep(model, clean, corrupted, margin, sites="embed", positions=[1], dim=None)
 
 
 def test_channels_of_a_convolution_are_swept_even_where_layers_have_different_numbers() -> None:
@@ -184,7 +187,7 @@ def test_channels_of_a_convolution_are_swept_even_where_layers_have_different_nu
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 1))
     model.eval()
     clean, corrupted = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8)
-    found = sweep(model, clean, corrupted, ["0", "2"], torch.sum)
+    found = sweep(model, clean, corrupted, torch.sum, sites=["0", "2"])
     expected = [by_hand(model, [name], clean, corrupted, torch.sum)[0] for name in ("0", "2")]
     assert (found.values[0, :2] - expected[0]).abs().max() <= 1e-5
     assert (found.values[1] - expected[1]).abs().max() <= 1e-5
@@ -198,7 +201,7 @@ def test_inputs_may_be_tuples_and_dicts_with_a_mask() -> None:
     mask[1, :2] = 0
     expected = by_hand(model, NAMES, clean, corrupted, margin, call=lambda model, x: model(x, mask=mask))
     for inputs in ([(clean, mask), (corrupted, mask)], [{"tokens": t, "mask": mask} for t in (clean, corrupted)]):
-        found = sweep(model, *inputs, NAMES, margin)
+        found = sweep(model, *inputs, margin, sites=NAMES)
         assert found.notes == []
         assert (found.values - expected).abs().max() <= 1e-5
 
@@ -215,7 +218,7 @@ def test_a_site_that_runs_more_than_once_has_a_row_for_each_call() -> None:
     torch.manual_seed(0)
     model = Twice()
     clean, corrupted = torch.randn(1, 4, 3), torch.randn(1, 4, 3)
-    found = sweep(model, clean, corrupted, "layer", torch.sum)
+    found = sweep(model, clean, corrupted, torch.sum, sites="layer")
     assert found.sites == ["layer#0", "layer#1"]
     with torch.no_grad():
         first = [model.layer(x) for x in (clean, corrupted)]
@@ -229,15 +232,15 @@ def test_a_site_that_runs_more_than_once_has_a_row_for_each_call() -> None:
             mixed = second[1].clone()
             mixed[:, position] = second[0][:, position]
             assert float(found["layer#1", position]) == pytest.approx(mixed.sum().item(), abs=1e-5)
-    assert sweep(model, clean, corrupted, "layer#1", torch.sum).values.tolist() == found.values[1:].tolist()
+    assert sweep(model, clean, corrupted, torch.sum, sites="layer#1").values.tolist() == found.values[1:].tolist()
 
 
 def test_inputs_and_operations_are_sites_too() -> None:
     model, (clean, corrupted) = mixer(), prompts()
-    as_output = sweep(model, clean, corrupted, "drop", margin)
-    as_input = sweep(model, clean, corrupted, "head:input", margin)
+    as_output = sweep(model, clean, corrupted, margin, sites="drop")
+    as_input = sweep(model, clean, corrupted, margin, sites="head:input")
     assert torch.allclose(as_output.values, as_input.values, atol=1e-6)
-    as_op = sweep(model, clean, corrupted, "/tanh#1", margin)
+    as_op = sweep(model, clean, corrupted, margin, sites="/tanh#1")
     assert as_op.sites == ["/tanh#1"]
     assert as_op.values.std() > 0
 
@@ -255,10 +258,10 @@ def test_a_nested_value_is_patched_at_the_leaf_that_is_named() -> None:
     model = Model()
     clean, corrupted = torch.randn(1, 6, 3), torch.randn(1, 6, 3)
     with pytest.raises(EditError, match=r"lstm: a position belongs to one tensor, and this value has 3: '0', '1\.0'"):
-        sweep(model, clean, corrupted, "lstm", torch.sum)
+        sweep(model, clean, corrupted, torch.sum, sites="lstm")
     with pytest.raises(EditError, match="no tensor at leaf='2'"):
-        sweep(model, clean, corrupted, "lstm", torch.sum, leaf="2")
-    found = sweep(model, clean, corrupted, "lstm", torch.sum, leaf="0")
+        sweep(model, clean, corrupted, torch.sum, sites="lstm", leaf="2")
+    found = sweep(model, clean, corrupted, torch.sum, sites="lstm", leaf="0")
     assert (found.values - by_hand(model, ["lstm"], clean, corrupted, torch.sum)).abs().max() <= 1e-5
     assert found.notes == []
 
@@ -276,7 +279,7 @@ def test_a_patch_is_not_written_into_a_tensor_that_others_use(batch: int | None)
 
     torch.manual_seed(0)
     model, clean, corrupted = Aside(), torch.randn(1, 4, 3), torch.randn(1, 4, 3)
-    found = sweep(model, clean, corrupted, "same", torch.sum, batch=batch)
+    found = sweep(model, clean, corrupted, torch.sum, sites="same", batch=batch)
     assert (found.values - by_hand(model, ["same"], clean, corrupted, torch.sum)).abs().max() <= 1e-5
 
 
@@ -291,7 +294,7 @@ def test_a_model_that_mixes_its_examples_is_swept_one_by_one_and_says_so() -> No
 
     torch.manual_seed(0)
     model, (clean, corrupted) = Mixing().eval(), prompts(2)
-    found = sweep(model, clean, corrupted, NAMES, lambda out: out[0, -1, 3])
+    found = sweep(model, clean, corrupted, lambda out: out[0, -1, 3], sites=NAMES)
     assert found.notes
     assert found.notes[0].startswith("run one by one: in a batch the metric came to")
     assert torch.equal(found.values, by_hand(model, NAMES, clean, corrupted, lambda out: out[0, -1, 3]))
@@ -304,7 +307,7 @@ def test_an_output_without_a_batch_is_swept_one_by_one_and_says_so() -> None:
 
     torch.manual_seed(0)
     model, (clean, corrupted) = Loss().eval(), prompts()
-    found = sweep(model, clean, corrupted, "embed", float)
+    found = sweep(model, clean, corrupted, float, sites="embed")
     assert "in a batch the metric came to nan" in found.notes[0]
     assert "run one by one" in str(found)
     assert torch.equal(found.values, by_hand(model, ["embed"], clean, corrupted, lambda loss: loss))
@@ -322,14 +325,17 @@ def test_sites_without_a_batch_are_swept_one_by_one_and_the_others_together() ->
             both = self.blocks[0](torch.cat([self.embed(tokens), places.expand(len(tokens), -1, -1)]))
             return self.head(both[: len(tokens)] * both[len(tokens) :].cumsum(1))
 
+    def early(logits: Tensor) -> Tensor:
+        return (logits[:, 1, 3] - logits[:, 1, 5]).mean()
+
     clean, corrupted = prompts(2)
     torch.manual_seed(0)
     model, names = Positions().eval(), ["places", "embed", "blocks.0", "head"]
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    found = sweep(model, clean, corrupted, names, margin)
+    found = sweep(model, clean, corrupted, early, sites=names)
     handle.remove()
-    assert (found.values - by_hand(model, names, clean, corrupted, margin)).abs().max() <= 1e-5
+    assert (found.values - by_hand(model, names, clean, corrupted, early)).abs().max() <= 1e-5
     assert found.notes == ["2 sites run one by one: places is (1, 5, 8) for 2 examples, (1, 5, 8) for 16 times as many"]
     assert sizes.count(20) == 1
 
@@ -343,10 +349,10 @@ def test_a_loss_beside_the_logits_does_not_stand_in_the_way() -> None:
     torch.manual_seed(0)
     model, (clean, corrupted) = Both().eval(), prompts()
     expected = by_hand(model, NAMES, clean, corrupted, lambda out: margin(out["logits"]))
-    found = sweep(model, clean, corrupted, NAMES, lambda out: margin(out["logits"]))
+    found = sweep(model, clean, corrupted, lambda out: margin(out["logits"]), sites=NAMES)
     assert found.notes == []
     assert (found.values - expected).abs().max() <= 1e-5
-    found = sweep(model, clean, corrupted, NAMES, lambda out: out["loss"])
+    found = sweep(model, clean, corrupted, lambda out: out["loss"], sites=NAMES)
     assert found.notes
     assert torch.equal(found.values, by_hand(model, NAMES, clean, corrupted, lambda out: out["loss"]))
 
@@ -357,7 +363,7 @@ def test_a_model_that_cannot_take_a_larger_batch_is_swept_one_by_one_and_says_so
             return super().forward(tokens.view(1, 5))
 
     model, (clean, corrupted) = Fixed().eval(), prompts()
-    found = sweep(model, clean, corrupted, NAMES, margin)
+    found = sweep(model, clean, corrupted, margin, sites=NAMES)
     assert "RuntimeError" in found.notes[0]
     assert torch.equal(found.values, by_hand(model, NAMES, clean, corrupted, margin))
 
@@ -372,7 +378,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved() -> None:
             raise torch.OutOfMemoryError("no memory left")
 
     handle = model.register_forward_pre_hook(scarce)
-    found = sweep(model, clean, corrupted, NAMES, margin, batch=16)
+    found = sweep(model, clean, corrupted, margin, sites=NAMES, batch=16)
     handle.remove()
     assert sizes[2:5] == [16, 8, 4]
     assert found.notes == []
@@ -385,7 +391,7 @@ def test_in_training_mode_every_pass_draws_the_same_numbers_and_the_model_is_lef
     model[3].eval()
     clean, corrupted = torch.randn(4, 5, 3), torch.randn(4, 5, 3)
     kept, state = oracle.freeze(dict(model.state_dict())), torch.get_rng_state()
-    found = sweep(model, clean, corrupted, "0", torch.sum)
+    found = sweep(model, clean, corrupted, torch.sum, sites="0")
     assert not oracle.differences(kept, oracle.freeze(dict(model.state_dict())))
     assert torch.equal(state, torch.get_rng_state())
     assert [m.training for m in model] == [True, True, True, False]
@@ -399,6 +405,33 @@ def test_in_training_mode_every_pass_draws_the_same_numbers_and_the_model_is_lef
     assert torch.equal(found.values, by_hand(copy.deepcopy(model), ["0"], clean, corrupted, torch.sum, call=again))
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_everything_is_left_as_it_was_whatever_the_model_does(training: bool, fails: bool) -> None:
+    model, x = Restless(fails).train(training), torch.randn(3, 4, 8)
+    kept, before = x.clone(), oracle.snapshot(model, versions=False)
+    inputs = [Inputs((x,), {"scale": scale}) for scale in (2.0, 0.1)]
+    with pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext():
+        found = sweep(model, *inputs, torch.sum, sites=["(model)", "norm"])
+        assert found.values.tolist() == [found["(model)"].tolist(), found["norm"].tolist()]
+        assert found["(model)", 1] == found["", 1]
+        assert str(found).splitlines()[3].startswith("(model) ")
+    oracle.assert_same(before, oracle.snapshot(model, versions=False), "the model and the process")
+    assert torch.equal(x, kept)
+
+
+def test_metrics_that_are_equal_are_told_of() -> None:
+    model, (clean, _) = mixer(), prompts()
+    with pytest.warns(UserWarning, match="nothing lies between them") as caught:
+        found = sweep(model, clean, clean, margin, sites="head")
+    assert caught[0].filename == __file__
+    assert found.normalized.isnan().all()
+    assert f"the metric is {found.clean:.6g} for the clean and for the corrupted input" in str(found).splitlines()[-1]
+    with pytest.warns(UserWarning, match="is nan for the clean input"):
+        found = sweep(model, *prompts(), lambda out: math.nan, sites="head", positions=[0])
+    assert "the metric itself" in str(found)
+
+
 def test_an_error_of_the_metric_passes_and_leaves_no_hook() -> None:
     model, (clean, corrupted) = mixer(), prompts()
     calls: list[int] = []
@@ -410,10 +443,10 @@ def test_an_error_of_the_metric_passes_and_leaves_no_hook() -> None:
         return output.sum()
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        sweep(model, clean, corrupted, NAMES, metric)
+        sweep(model, clean, corrupted, metric, sites=NAMES)
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     with pytest.raises(TypeError, match=r"the metric must return one number, found a tensor \(1, 5, 16\)"):
-        sweep(model, clean, corrupted, NAMES, lambda output: output)
+        sweep(model, clean, corrupted, lambda output: output, sites=NAMES)
 
 
 def test_no_graph_is_built_and_inputs_are_not_overwritten() -> None:
@@ -424,7 +457,7 @@ def test_no_graph_is_built_and_inputs_are_not_overwritten() -> None:
         assert not output.requires_grad
         return output.sum()
 
-    sweep(model, clean, corrupted, "0", metric)
+    sweep(model, clean, corrupted, metric, sites="0")
     assert (clean == -1).all()
     assert (corrupted == 1).all()
 
@@ -435,14 +468,14 @@ def test_no_graph_is_built_and_inputs_are_not_overwritten() -> None:
 def test_what_cannot_be_patched_is_refused() -> None:
     model, (clean, corrupted) = mixer(), prompts()
     with pytest.raises(SelectorError, match="Closest: 'head'"):
-        sweep(model, clean, corrupted, "heat", margin)
+        sweep(model, clean, corrupted, margin, sites="heat")
     for site in ("head:grad", "head.weight"):
         with pytest.raises(SelectorError, match="cannot be patched in the forward pass"):
-            sweep(model, clean, corrupted, site, margin)
+            sweep(model, clean, corrupted, margin, sites=site)
     with pytest.raises(EditError, match=r"head: dim=3 was asked for, and the value is \(1, 5, 16\)"):
-        sweep(model, clean, corrupted, "head", margin, dim=3)
+        sweep(model, clean, corrupted, margin, sites="head", dim=3)
     with pytest.raises(ValueError, match="batch=0"):
-        sweep(model, clean, corrupted, "head", margin, batch=0)
+        sweep(model, clean, corrupted, margin, sites="head", batch=0)
 
 
 def test_inputs_of_different_lengths_are_refused_with_both_shapes() -> None:
@@ -450,7 +483,7 @@ def test_inputs_of_different_lengths_are_refused_with_both_shapes() -> None:
     with pytest.raises(
         EditError, match=r"embed.*: \(1, 4, 8\) for the clean input and \(1, 5, 8\) for the corrupted one"
     ):
-        sweep(model, clean[:, :4], corrupted, "embed", margin)
+        sweep(model, clean[:, :4], corrupted, margin, sites="embed")
 
 
 def test_a_site_that_one_input_does_not_reach_is_an_error() -> None:
@@ -467,27 +500,27 @@ def test_a_site_that_one_input_does_not_reach_is_an_error() -> None:
     model.open = False
     x = torch.ones(1, 3, 2)
     with pytest.raises(NeverRanError, match="never ran"):
-        sweep(model, x, x, "sometimes", torch.sum)
+        sweep(model, x, x, torch.sum, sites="sometimes")
 
     seen: list[int] = []
     model.open = True
     model.register_forward_pre_hook(lambda module, args: (seen.append(1), setattr(module, "open", len(seen) == 1))[0])
     with pytest.raises(NeverRanError, match="ran for the clean input and never for the corrupted one"):
-        sweep(model, x, x, "sometimes", torch.sum)
+        sweep(model, x, x, torch.sum, sites="sometimes")
 
 
 # -- the result -----------------------------------------------------------------------------------
 
 
-def test_the_result_is_read_by_site_and_position_normalised_and_in_columns() -> None:
+def test_the_result_is_read_by_site_and_position_normalized_and_in_columns() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, math.nan]])
     result = Sweep(values, ["a", "b"], [4, 7], clean=3.0, corrupted=1.0)
-    assert result.normalised[0].tolist() == [0.0, 0.5]
+    assert result.normalized[0].tolist() == [0.0, 0.5]
     assert result["a"].tolist() == [1.0, 2.0]
     assert float(result["a", 7]) == 2.0
     assert result.best == ("b", 4)
     assert result.data()["position"] == [4, 7, 4, 7]
-    assert result.data()["normalised"][:3] == [0.0, 0.5, 1.0]
+    assert result.data()["normalized"][:3] == [0.0, 0.5, 1.0]
     with pytest.raises(MissingRecordError, match="no site 'c' in this sweep"):
         result["c"]
     with pytest.raises(MissingRecordError, match="no position 5 in this sweep"):
@@ -505,7 +538,7 @@ def test_the_result_prints_itself_as_a_table() -> None:
         "a note"
     )
     assert "0.500" in result._repr_html_()
-    assert "2.000" in str(result.table(normalised=False))
+    assert "2.000" in str(result.table(normalized=False))
 
 
 def test_a_wide_result_shows_the_positions_that_matter() -> None:
@@ -518,9 +551,9 @@ def test_a_wide_result_shows_the_positions_that_matter() -> None:
 
 def test_a_progress_bar_counts_the_patches(capsys: pytest.CaptureFixture[str]) -> None:
     model, (clean, corrupted) = mixer(), prompts()
-    _sweep(model, clean, corrupted, "embed", margin, progress=True)
+    _sweep(model, clean, corrupted, margin, sites="embed", progress=True)
     assert "patch" in capsys.readouterr().err
-    _sweep(model, clean, corrupted, "embed", margin, progress=False)
+    _sweep(model, clean, corrupted, margin, sites="embed", progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -556,7 +589,8 @@ def test_caching_a_layer_and_patching_it_back_changes_nothing_bit_for_bit(name: 
             assert torch.equal(model(x), expected)
         with edit(model, dict.fromkeys(rec, edits.patch(rec, positions=[0, 1]))):
             assert torch.equal(model(x), expected)
-        result = sweep(model, x, x, rec.keys()[-3:], lambda out: out.sum(), [0, 1], batch=1)
+        with pytest.warns(UserWarning, match="for the clean and for the corrupted input"):
+            result = sweep(model, x, x, lambda out: out.sum(), sites=rec.keys()[-3:], positions=[0, 1], batch=1)
         assert (result.values == float(expected.sum())).all()
 
 

@@ -1,4 +1,4 @@
-"""Torch's private names: each taken away in turn, in a process of its own. Then the answer is right, or one clear error."""
+"""Torch's private names, each taken away in turn: then the answer is right, or there is one clear error."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch.nn.attention.bias.CausalBias._materialize": ("attended", "CausalBias._materialize"),
     "torch.utils._pytree.SUPPORTED_NODES": ("saved", RIGHT),
     "torch._make_per_tensor_quantized_tensor": ("saved", "_make_per_tensor_quantized_tensor"),
-    "torch.nn.modules.batchnorm._BatchNorm": ("watched", RIGHT),
-    "torch.nn.modules.conv._ConvNd": ("watched", RIGHT),
+    "torch._C._len_torch_function_stack": ("heard", "_len_torch_function_stack"),
+    "torch._C._get_function_stack_at": ("heard", "_get_function_stack_at"),
+    "torch._C._pop_torch_function_stack": ("heard", "_pop_torch_function_stack"),
 }
 
 
@@ -54,7 +55,7 @@ def without(scenario: str, *names: str) -> str:
 def test_without_a_private_name_the_answer_is_right_or_one_clear_error(name: str) -> None:
     scenario, expected = NAMES[name]
     said = without(scenario, name)
-    assert said == RIGHT if expected == RIGHT else said.startswith("MissingTorchName") and expected in said, said
+    assert said == RIGHT if expected == RIGHT else said.startswith("TorchVersionError") and expected in said, said
 
 
 @pytest.mark.slow

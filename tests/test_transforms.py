@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
+import copy
 import pickle
 
 import pytest
 import torch
 
+import torchhook as th
 from torchhook import transforms as tf
+from torchhook.errors import TransformError
 
 x3 = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
 x4 = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
@@ -29,8 +33,8 @@ x4 = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
         (tf.tokens(3), x3, x3[:, 3]),
         (tf.tokens([0, 4]), x3, x3[:, [0, 4]]),
         (tf.cast(torch.float16), x3, x3.half()),
-        (tf.slice(1, 3), x3, x3[:, 1:3]),
-        (tf.slice(None, None, 2, dim=-1), x4, x4[..., ::2]),
+        (tf.narrow(1, 3), x3, x3[:, 1:3]),
+        (tf.narrow(None, None, 2, dim=-1), x4, x4[..., ::2]),
         (tf.compose(tf.tokens(0), tf.cast(torch.bfloat16)), x3, x3[:, 0].bfloat16()),
     ],
     ids=repr,
@@ -60,6 +64,13 @@ def test_statistics_are_per_row():
     assert tf.statistics()(torch.tensor([3, 0]))["zeros"].tolist() == [0.0, 1.0]
 
 
+def test_statistics_are_of_every_kind_of_number():
+    found = tf.statistics()(torch.tensor([[3 + 4j, 0j]]))
+    expected = {"mean": [2.5], "std": [2.5], "min": [0.0], "max": [5.0], "zeros": [0.5]}
+    assert {name: value.tolist() for name, value in found.items()} == expected
+    assert tf.statistics()(torch.tensor([[1.0, 3.0]]).to(torch.float8_e5m2))["mean"].tolist() == [2.0]
+
+
 def test_transforms_map_over_nested_values_and_leave_other_leaves():
     found = tf.pool()((x3, {"a": x4, "b": None}, "text"))
     assert torch.equal(found[0], x3.mean(1))
@@ -70,8 +81,12 @@ def test_transforms_map_over_nested_values_and_leave_other_leaves():
 
 def test_pick_reaches_one_leaf_and_names_what_is_there_otherwise():
     assert tf.pick(1)((x3, x4)) is x4
-    with pytest.raises(KeyError, match="'0', '1'"):
+    with pytest.raises(
+        TransformError, match=r"^transforms\.pick\('hidden'\): no leaf 'hidden' here; there are: '0', '1'\.$"
+    ):
         tf.pick("hidden")((x3, x4))
+    with pytest.raises(TransformError, match=r"^transforms\.pick\('0'\): .* a bare Tensor\.$"):
+        tf.pick(0)(x3)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +102,70 @@ def test_a_wrong_use_says_what_is_possible(make, text):
         make()
 
 
+MADE = {
+    "pool": lambda: tf.pool("mean"),
+    "pool of another kind": lambda: tf.pool("max"),
+    "pool of dims": lambda: tf.pool("mean", dims=(1, 2)),
+    "tokens": lambda: tf.tokens("cls"),
+    "tokens by position": lambda: tf.tokens([0, 5]),
+    "topk": lambda: tf.topk(3),
+    "topk of the smallest": lambda: tf.topk(3, largest=False),
+    "cast": lambda: tf.cast(torch.float16),
+    "narrow": lambda: tf.narrow(0, 3),
+    "narrow of another dim": lambda: tf.narrow(0, 3, dim=2),
+    "statistics": lambda: tf.statistics(),
+    "pick": lambda: tf.pick("1.0"),
+    "pick by number": lambda: tf.pick(1),
+    "compose": lambda: tf.compose(tf.pick(1), tf.pool("mean")),
+    "compose the other way": lambda: tf.compose(tf.pool("mean"), tf.pick(1)),
+    "compose with a function": lambda: tf.compose(torch.relu, tf.pick(1)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_transform_is_a_value(name):
+    transform = MADE[name]()
+    for again in (MADE[name](), pickle.loads(pickle.dumps(transform)), copy.deepcopy(transform)):
+        assert again == transform
+        assert hash(again) == hash(transform)
+        assert repr(again) == repr(transform)
+    for other, make in MADE.items():
+        assert (make() == transform) is (other == name)
+    assert transform != name
+
+
 def test_equal_transforms_compare_equal_and_differ_by_their_options():
     assert tf.pool("mean") == tf.pool("mean")
     assert tf.pool("mean") != tf.pool("max")
     assert len({tf.cast(torch.half), tf.cast(torch.float16)}) == 1
+    assert len({make() for make in [*MADE.values()] * 2}) == len(MADE)
+
+
+def test_positions_may_be_a_tensor_and_are_compared_as_numbers():
+    assert tf.tokens(torch.tensor([0, 4])) == tf.tokens([0, 4])
+    assert torch.equal(tf.tokens(torch.tensor([0, 4]))(x3), x3[:, [0, 4]])
+
+
+def test_tensors_are_compared_by_their_numbers_and_not_by_how_they_print():
+    one, other = torch.zeros(2000), torch.zeros(2000)
+    other[1000] = 1.0
+    assert repr(one) == repr(other)
+    made = [tf._EachTensor(torch.add, (value,), {}) for value in (one, one.clone(), other)]
+    assert made[0] == made[1]
+    assert hash(made[0]) == hash(made[1])
+    assert made[0] != made[2]
+
+
+def test_a_transform_is_what_the_protocol_says_and_so_is_a_plain_function():
+    def norms(value: torch.Tensor) -> torch.Tensor:
+        return value.norm(dim=-1)
+
+    kinds: list[tf.Transform] = [tf.pool("mean"), tf.pick(0), tf.compose(tf.pool()), norms, torch.relu]
+    model = torch.nn.Sequential(torch.nn.Identity())
+    for transform in kinds[:1] + kinds[2:]:
+        _, rec = th.run(model, x3, capture="0", transform=transform)
+        assert torch.equal(rec["0"], transform(x3))
+
+
+def test_nothing_shadows_a_builtin():
+    assert not set(tf.__all__) & set(dir(builtins))

@@ -14,27 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchhook import _torch
+from torchhook._core import calling
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_arguments
-from torchhook._recording.address import Site
+from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
 from torchhook.errors import NoAttentionError
 
 
 def attention(
-    model: nn.Module,
-    *args: Any,
-    layers: Selector | None = None,
-    device: torch.device | str | None = None,
-    kwargs: dict[str, Any] | None = None,
-    **model_kwargs: Any,
+    model: nn.Module, inputs: Any, *, sites: Selector | None = None, device: torch.device | str | None = None
 ) -> Recording:
-    """Call the model once and return its attention maps by module: batch × heads × queries × keys, rows summing to 1.
+    """Run the model once and return its attention maps by module: batch × heads × queries × keys, rows summing to 1.
 
-    >>> encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> maps = attention(encoder, torch.randn(1, 5, 8))
     >>> maps["self_attn"].shape
     torch.Size([1, 2, 5, 5])
@@ -43,30 +40,56 @@ def attention(
     have, or a batch of all windows. A map that a model made with a softmax of its own is that softmax: one over more
     than the keys, such as the sink of gpt-oss, keeps its further columns, at the end.
 
-    Dropout is left out of the maps. ``layers`` restricts the modules; other keywords go to the model, and ``kwargs=``
-    holds those whose names are taken here.
+    The model runs in eval mode and without gradients, so that no dropout is in the maps nor before them. ``inputs`` are
+    a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the one argument.
+    ``sites`` restricts the modules, ``device`` is where the maps are kept. The model, the inputs and the process are
+    left as they were: modes, buffers, caches, gradients, random numbers.
     """
     session = Session(model, warn=False)
-    if layers is None:
-        modules = {path: module for path, module in session.index.modules.items() if is_callable(module)}
-    else:
-        modules = {target.site.path: target.module for target in resolve(session.index, layers)}
+    index, recording = session.index, session.recording
+    chosen = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
+    others: dict[str, None] = {}
+    if sites is not None:
+        every, chosen = chosen, {id(target.module): target.site.path for target in resolve(index, sites)}
+        for key in every.keys() - chosen.keys():
+            _look(session, every[key], index.distinct[key], _notices(index.distinct[key], every[key], others))
     keep = Keep(device=device)
-    for path, module in modules.items():
-        put = keep.recorder(session.recording.open_store(Site(path)).put, session.recording.order)
-        for op, look in _looks(module, put).items():
-            port = "output" if op == "softmax" else "input"
-            session.look(Target(Site(path, op=op, port=port), module), look)
-    with session as recording:
-        model(*args, **{**(kwargs or {}), **model_kwargs})
+    for key, path in chosen.items():
+        module = index.distinct[key]
+        for name in index.names(module):
+            recording.add_alias(name, path)
+        put = keep.recorder(recording.open_store(Site(path)).put, recording.order)
+        _look(session, path, module, _looks(module, put))
+    with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:
+        calling.call(model, calling.arguments(inputs))
     recording.missing.clear()
     if not len(recording):
-        raise NoAttentionError(
-            f"no attention call was seen in {recording.model_name}: it calls neither scaled_dot_product_attention nor "
-            "nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
-            "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
-        )
+        raise _not_seen(recording.model_name, list(chosen.values()), list(others))
     return recording
+
+
+def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]) -> None:
+    for op, look in looks.items():
+        port = "output" if op == "softmax" else "input"
+        session.look(Target(Site(path, op=op, port=port), module), look)
+
+
+def _not_seen(model: str, chosen: list[str], others: list[str]) -> NoAttentionError:
+    if others:
+        return NoAttentionError(
+            f"no attention call was seen in what sites= chose, {_some(chosen)}. It is called in {_some(others)}: "
+            "choose from these."
+        )
+    return NoAttentionError(
+        f"no attention call was seen in {model}: it calls neither scaled_dot_product_attention nor "
+        "nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
+        "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
+    )
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return ", ".join(repr(shown(path)) for path in paths[:4]) + more
 
 
 def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
@@ -82,11 +105,11 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
         shape = tuple(record.value.shape)
         if len(shape) != 4:
             raise ValueError(
-                f"{record.site}: rollout needs maps of batch × heads × queries × keys, found {shape}; choose layers=."
+                f"{record.site}: rollout needs maps of batch × heads × queries × keys, found {shape}; choose sites=."
             )
         weights = record.value.float().mean(1)
         if weights.shape[-1] != weights.shape[-2] or (result is not None and weights.shape != result.shape):
-            raise ValueError(f"{record.site}: rollout needs square maps of one size, found {shape}; choose layers=.")
+            raise ValueError(f"{record.site}: rollout needs square maps of one size, found {shape}; choose sites=.")
         if discard:
             limit = weights.flatten(1).quantile(discard, dim=1)[:, None, None]
             weights = weights.masked_fill(weights < limit, 0.0)
@@ -124,7 +147,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
         args, kwargs = as_arguments(value)
         arguments = dict(zip(_NATIVE, args, strict=False)) | kwargs
         arguments |= {"need_weights": True, "average_attn_weights": False}
-        taken(_batched(torch._native_multi_head_attention(*(arguments[name] for name in _NATIVE))[1]))
+        taken(_batched(_torch.attention_weights(arguments[name] for name in _NATIVE)))
 
     def softmax(value: Any, call: int) -> None:
         if isinstance(value, Tensor) and _is_map(value, module):
@@ -136,6 +159,20 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
         "_native_multi_head_attention": _without_grad(native),
         "softmax": softmax,
     }
+
+
+def _notices(module: nn.Module, path: str, seen: dict[str, None]) -> dict[str, Look]:
+    """As ``_looks``, for a module whose maps nobody asked for: only where they are is noted."""
+
+    def notice(value: Any, call: int) -> None:
+        seen[path] = None
+
+    def softmax(value: Any, call: int) -> None:
+        if isinstance(value, Tensor) and _is_map(value, module):
+            seen[path] = None
+
+    fused = ("scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention")
+    return {**dict.fromkeys(fused, notice), "softmax": softmax}
 
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
@@ -196,8 +233,7 @@ def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
     from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
 
     if isinstance(mask, CausalBias):
-        plain: Tensor = mask._materialize(device)
-        return plain
+        return _torch.materialized(mask, device)
     raise TypeError(
         f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "
         "call uses: attention knows plain tensors and the causal biases of torch.nn.attention.bias."

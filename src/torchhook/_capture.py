@@ -147,8 +147,11 @@ def run(
             before_edits=before_edits,
         )
     output: Any = session  # which no model returns
-    with session as recording:
-        output = model(*args, **{**(kwargs or {}), **model_kwargs})
+    try:
+        with session as recording:
+            output = model(*args, **{**(kwargs or {}), **model_kwargs})
+    finally:
+        session.close()  # should an interrupt come while the block is being left
     return Stopped(str(session.scope.stopped_at)) if output is session else output, recording
 
 

@@ -1,4 +1,4 @@
-"""``clip_gradients``: limit gradients as they are computed, for as long as a session is open."""
+"""``clip_gradients``: limit gradients as they are computed, for as long as it is open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from torchhook._core.hooks import TensorHandles, after_backward, on_gradient
 from torchhook._core.index import Index
+from torchhook._core.openable import Openable
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
@@ -21,7 +22,7 @@ Limit: TypeAlias = "Callable[[Tensor], Tensor | None]"
 """Takes a gradient, returns what takes its place, or nothing."""
 
 
-def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float | None = None) -> Session:
+def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float | None = None) -> GradientClip:
     """Limit every element of the parameters' gradients to ``[-value, value]``, or their total norm to ``norm``.
 
     >>> import torch
@@ -31,27 +32,57 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
     >>> model.weight.grad
     tensor([[0.5000]])
 
-    Use it as a context manager, or with ``open`` and ``close``. ``norm`` acts at the end of each backward pass, on what
-    ``.grad`` holds then, as ``torch.nn.utils.clip_grad_norm_`` would. Layers that are frozen or unfrozen meanwhile are
-    treated as they are when the model runs.
+    It limits in a ``with`` block, or from ``open`` to ``close``, and does nothing before. Layers that are frozen or
+    unfrozen meanwhile are treated as they are when the model runs.
+
+    Arguments:
+        model: whose parameters' gradients are limited.
+        value: the largest size of an element; each gradient is clamped as it is computed.
+        norm: the largest norm of all gradients together. It acts at the end of each backward pass, on what ``.grad``
+            holds then, as ``torch.nn.utils.clip_grad_norm_`` would.
     """
     if (value is None) == (norm is None):
         raise ValueError("clip_gradients takes a value or norm=, one of the two.")
     bound = value if norm is None else norm
     if bound is None or not bound > 0:
         raise ValueError(f"clip_gradients needs a positive limit, found {bound!r}.")
-    session = Session(model, threads="all", warn=False)  # a parameter is the same one in every thread
-    limit = _clamp(bound) if norm is None else _norm_limit(session.index, bound)
-    followed = _Followed(limit, session.handles)
-    for path, (module, name) in session.index.tensors.items():
-        tensor = module._parameters.get(name)
-        if tensor is not None and followed.is_new(tensor):
-            session.edit(Target(Site(path, port="grad"), module, name), lambda grad, site: limit(grad))
-    everything = list(session.index.distinct.values())
-    for path, module in session.index.modules.items():
-        if not path or module._parameters:
-            session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
-    return session
+    index = Index(model)
+    return GradientClip(index, _clamp(bound) if norm is None else _norm_limit(index, bound))
+
+
+class GradientClip(Openable):
+    """A limit on a model's gradients, for as long as it is open: a context manager, or ``open`` and ``close``."""
+
+    _kind = "gradient clip"
+
+    def __init__(self, index: Index, limit: Limit) -> None:
+        self._plan: tuple[Index, Limit] | None = (index, limit)
+        self._session: Session | None = None
+        self._made()
+
+    def _start(self) -> None:
+        assert self._plan is not None
+        index, limit = self._plan
+        # A parameter is the same one in every thread, and so is its gradient.
+        session = Session(index.modules[""], index=index, threads="all", warn=False)
+        followed = _Followed(limit, session.handles)
+        for path, (module, name) in index.tensors.items():
+            tensor = module._parameters.get(name)
+            if tensor is not None and followed.is_new(tensor):
+                session.edit(Target(Site(path, port="grad"), module, name), lambda grad, site: limit(grad))
+        everything = list(index.distinct.values())
+        # Before a module runs, its parameters are looked at; before the model does, all: a weight may be used without a
+        # call of the module that holds it.
+        for path, module in index.modules.items():
+            if not path or module._parameters:
+                session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
+        self._session = session
+        session.open()
+
+    def _stop(self, error: BaseException | None) -> None:
+        assert self._session is not None
+        self._session.close()
+        self._session = self._plan = None
 
 
 class _Followed:
@@ -60,6 +91,7 @@ class _Followed:
     def __init__(self, limit: Limit, handles: TensorHandles) -> None:
         self._limit = limit
         self._handles = handles
+        # By identity, with a reference that shows whether it is still the same one: an id is used again.
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
     def is_new(self, tensor: Tensor) -> bool:
@@ -85,6 +117,8 @@ class _Followed:
 
 
 def _clamp(bound: float) -> Limit:
+    # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum of
+    # clamped ones.
     return lambda grad: grad.clamp(-bound, bound)
 
 
@@ -92,6 +126,7 @@ def _norm_limit(index: Index, bound: float) -> Limit:
     """Asked about any gradient, it clips all of them once, when the backward pass has ended."""
     waiting: weakref.ref[Any] | None = None
 
+    # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
     def clip() -> None:
         parameters = {id(p): p for module in index.distinct.values() for p in module._parameters.values()}
         nn.utils.clip_grad_norm_([p for p in parameters.values() if p is not None and p.grad is not None], bound)

@@ -12,25 +12,27 @@ from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
-from torchhook._recording.differences import Counterparts, Diff, Names, Tolerance, compare
+from torchhook._recording.counterparts import Counterparts, Names
+from torchhook._recording.differences import Diff, Tolerance, compare
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook.errors import MissingRecordError
 
 
 def diff(
     a: Recording | nn.Module,
     b: Recording | nn.Module,
-    x: Any = None,
+    inputs: Any = None,
     *,
-    x_b: Any = None,
-    map: Names | None = None,
+    inputs_b: Any = None,
+    names: Names | None = None,
     sites: Selector | None = None,
     exclude: Selector | None = None,
     rtol: Tolerance | None = None,
     atol: Tolerance | None = None,
 ) -> Diff:
-    """How far apart two recordings are, or two models on the input ``x``, site by site, and where they first part.
+    """How far apart two recordings are, or two models on the same inputs, site by site, and where they first part.
 
     >>> import copy, torch
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -39,33 +41,35 @@ def diff(
     >>> diff(model, port, torch.ones(1, 3)).first.site
     '2'
 
-    ``x`` is a tensor, a tuple of arguments or a dict of keyword arguments; it is moved to each model's device and cast
-    to its floating-point dtype. ``x_b`` is given to B instead where it takes something else. Both models run once, as
-    they are (nothing is set to eval mode), from the same random numbers, and are left as they were.
+    ``inputs`` are moved to each model's device and cast to its floating-point dtype: a tuple is the arguments, a dict
+    the keyword arguments, ``th.Inputs(args, kwargs)`` both, anything else the one argument. ``inputs_b`` is given to B
+    instead where it takes something else. Both models run once, in the modes they are in (nothing is set to eval mode)
+    and from the same random numbers. They and the process are left as they were: modes, buffers, caches, gradients.
 
-    ``map`` says what a site of A is called in B: a dict of paths (each stands for what is below it too) or addresses,
+    ``names`` says what a site of A is called in B: a dict of paths (each stands for what is below it too) or addresses,
     or a function of the path; ``None`` leaves a site out. ``sites`` and ``exclude`` choose sites of A; without them
     every module's output counts. ``rtol`` and ``atol`` are numbers, or dicts by dtype that change some of the defaults.
     """
     if isinstance(a, Recording) and isinstance(b, Recording):
-        if x is not None or x_b is not None or sites is not None or exclude is not None:
-            raise TypeError("diff of two recordings takes no x, x_b, sites or exclude: nothing runs.")
-        return compare(a, b, map=map, rtol=rtol, atol=atol)
+        if inputs is not None or inputs_b is not None or sites is not None or exclude is not None:
+            raise TypeError("diff of two recordings takes no inputs, inputs_b, sites or exclude: nothing runs.")
+        return compare(a, b, names=names, rtol=rtol, atol=atol)
     if not (isinstance(a, nn.Module) and isinstance(b, nn.Module)):
         kinds = f"{type(a).__name__} and {type(b).__name__}"
         raise TypeError(
             f"diff compares two recordings or two models, found {kinds}. Record the model first: th.capture."
         )
-    if x is None:
-        raise TypeError("diff of two models needs an input: th.diff(model_a, model_b, x).")
-    return _diff_models(a, b, (x, x if x_b is None else x_b), map, sites, exclude, rtol, atol)
+    if inputs is None:
+        raise TypeError("diff of two models needs inputs: th.diff(model_a, model_b, inputs).")
+    both = inputs, inputs if inputs_b is None else inputs_b
+    return _diff_models(a, b, both, names, sites, exclude, rtol, atol)
 
 
 def _diff_models(
     a: nn.Module,
     b: nn.Module,
     inputs: tuple[Any, Any],
-    map: Names | None,
+    names: Names | None,
     sites: Selector | None,
     exclude: Selector | None,
     rtol: Tolerance | None,
@@ -78,14 +82,19 @@ def _diff_models(
     )
     targets_b = _every_output(index_b)
     if chosen:
-        counterparts = Counterparts(map, list(index_a.modules), list(index_b.modules))
+        counterparts = Counterparts(names, list(index_a.modules), list(index_b.modules))
         targets_b = [t for target in targets_a for t in _found(index_b, counterparts.all_of(target.site))]
+        if not targets_b:
+            listed = ", ".join(repr(target.site.shown) for target in targets_a[:4])
+            raise MissingRecordError(
+                f"B has none of the sites that were chosen in A: {listed}. Say what they are called there with names=."
+            )
     with calling.undisturbed(a, b) as restore:
         recording_a = _record(a, index_a, targets_a, _fitting(a, inputs[0]))
         restore()
         recording_b = _record(b, index_b, targets_b, _fitting(b, inputs[1]))
     notes = _modes(index_a, index_b)
-    return compare(recording_a, recording_b, map=map, rtol=rtol, atol=atol, extra=not chosen, notes=notes)
+    return compare(recording_a, recording_b, names=names, rtol=rtol, atol=atol, extra=not chosen, notes=notes)
 
 
 def _every_output(index: Index) -> list[Target]:

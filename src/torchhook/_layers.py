@@ -13,7 +13,7 @@ from torchhook._core.index import Index, is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Target
 from torchhook._core.session import Session
-from torchhook._recording.address import Site
+from torchhook._recording.address import Site, meant, shown
 from torchhook._recording.tables import Table
 from torchhook._values import tree
 from torchhook.errors import SelectorError, suggestion
@@ -52,12 +52,12 @@ class Layers:
         if isinstance(name, int):
             return self._layers[name]
         for layer in self._layers:
-            if layer.name == name:
+            if layer.name in (name, meant(name)):
                 return layer
         raise SelectorError(f"no layer {name!r} here. {suggestion(name, [layer.name for layer in self])}")
 
     def __contains__(self, name: object) -> bool:
-        return any(layer.name == name for layer in self._layers)
+        return isinstance(name, str) and any(layer.name in (name, meant(name)) for layer in self._layers)
 
     def names(self) -> list[str]:
         return [layer.name for layer in self._layers]
@@ -69,7 +69,7 @@ class Layers:
             indent = "  " * max(layer.depth - 1, 0)
             kind = layer.type if layer.shared_with is None else f"{layer.type} = {layer.shared_with}"
             shape = [layer.shape or "-"] if run else []
-            rows.append([f"{indent}{layer.name or '(model)'}", kind, *shape, f"{layer.parameters:,}"])
+            rows.append([f"{indent}{shown(layer.name)}", kind, *shape, f"{layer.parameters:,}"])
         return Table(self.title, ["layer", "type", *(["output"] if run else []), ">parameters"], rows)
 
     def __repr__(self) -> str:
@@ -79,10 +79,10 @@ class Layers:
         return self.table()._repr_html_()
 
 
-def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) -> Layers:
+def layers(model: nn.Module, inputs: Any = None, *, depth: int | None = None) -> Layers:
     """The modules of a model down to ``depth``, with the shapes of their outputs if ``inputs`` are given.
 
-    >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), inputs=torch.zeros(1, 2)))
+    >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(1, 2)))
     Sequential: 2 layers, 9 parameters
     layer    type        output  parameters
     ---------------------------------------
@@ -90,9 +90,15 @@ def layers(model: nn.Module, depth: int | None = None, *, inputs: Any = None) ->
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
 
-    ``inputs`` is a tensor, a tuple of arguments, or a mapping of keyword arguments; the model runs once in eval mode
-    without gradients, and its modes and buffers, the inputs and the random numbers are left as they were.
+    With ``inputs`` the model runs once, in eval mode and without gradients: a tuple is the arguments, a dict the
+    keyword arguments, ``th.Inputs(args, kwargs)`` both, anything else the one argument. The model, the inputs and the
+    process are left as they were: modes, buffers, caches, gradients, random numbers.
     """
+    if isinstance(inputs, int):
+        raise TypeError(
+            f"layers(model, {inputs}): the second argument is what the model is called with. For the levels below the "
+            f"model write depth={inputs}; a number that the model takes goes in a tuple."
+        )
     if depth is not None and depth < 0:
         raise ValueError(f"depth={depth}: give the number of levels below the model, or None for all of them.")
     index = Index(model)
@@ -126,7 +132,7 @@ class Ops(list[Op]):
     """The functional operations of a model, by module. Print it, or iterate it."""
 
     def table(self) -> Table:
-        rows = [[op.address, str(op.calls)] for op in self]
+        rows = [[shown(op.address), str(op.calls)] for op in self]
         return Table(f"{len(rows)} operations", ["address", ">calls"], rows)
 
     def __repr__(self) -> str:
@@ -136,8 +142,8 @@ class Ops(list[Op]):
         return self.table()._repr_html_()
 
 
-def ops(model: nn.Module, *args: Any, **kwargs: Any) -> Ops:
-    """Call the model once and list the functional operations that returned tensors, each with its address.
+def ops(model: nn.Module, inputs: Any) -> Ops:
+    """Run the model once and list the functional operations that returned tensors, each with its address.
 
     >>> print(ops(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(1, 2)))
     2 operations
@@ -145,11 +151,16 @@ def ops(model: nn.Module, *args: Any, **kwargs: Any) -> Ops:
     ---------------
     0/linear      1
     1/relu        1
+
+    It runs in the mode that it is in, and with gradients if they are on: other modes call other operations, and these
+    addresses are for what one does next. ``inputs`` are a tuple of arguments, a dict of keyword arguments,
+    ``th.Inputs(args, kwargs)`` for both, or else the one argument. The model, the inputs and the process are left as
+    they were: modes, buffers, caches, gradients, random numbers.
     """
     session = Session(model)
     listener = session.listen()
-    with session:
-        model(*args, **kwargs)
+    with calling.undisturbed(model), session:
+        calling.call(model, calling.arguments(inputs))
     index = session.index
     found = ((index.names(m)[0], listener.seen[i]) for i, m in index.distinct.items() if i in listener.seen)
     return Ops(Op(path, name, calls) for path, names in found for name, calls in names.items())

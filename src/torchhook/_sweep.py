@@ -19,10 +19,10 @@ from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._recording.sweeps import Sweep
+from torchhook._recording.sweeps import Sweep, nothing_between
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
-from torchhook.errors import EditError, NeverRanError, SelectorError, suggestion
+from torchhook.errors import EditError, NeverRanError, SelectorError, suggestion, warn
 
 Metric = Callable[[Any], "Tensor | float"]
 
@@ -31,10 +31,10 @@ def sweep(
     model: nn.Module,
     clean: Any,
     corrupted: Any,
-    sites: Selector,
     metric: Metric,
-    positions: Sequence[int] | None = None,
     *,
+    sites: Selector,
+    positions: Sequence[int] | None = None,
     dim: int | None = 1,
     leaf: str | None = None,
     batch: int | None = None,
@@ -42,21 +42,22 @@ def sweep(
 ) -> Sweep:
     """Run ``corrupted`` with one site at a time set to what it was for ``clean``, and see what becomes of the metric.
 
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    >>> result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), "*", torch.sum, progress=False)
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    >>> result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), torch.sum, sites="*", progress=False)
     >>> result.values.shape
     torch.Size([3, 5])
 
-    Each site is patched at each of ``positions`` of ``dim`` (the tokens of a batch-first sequence; all of them unless
-    said otherwise), or as a whole with ``dim=None``. ``metric`` takes the model's output and returns one number; higher
-    or lower is the same to it. Inputs are a tensor, a tuple of arguments or a dict of keyword arguments. ``leaf`` names
-    the tensor where a site's value has several. A site that runs more than once has a row for each call.
+    Each of ``sites`` is patched at each of ``positions`` of ``dim`` (the tokens of a batch-first sequence; all of them
+    unless said otherwise), or as a whole with ``dim=None``. ``metric`` takes the model's output and returns one number;
+    higher or lower is the same to it. ``clean`` and ``corrupted`` are what the model is called with: a tuple of
+    arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the one argument. ``leaf``
+    names the tensor where a site's value has several. A site that runs more than once has a row for each call.
 
     ``batch`` patches share a forward pass, stacked along dim 0: as many as make 32 examples, unless said otherwise; 1
     is one by one. The first and last of them are checked against passes of their own. A model that mixes the examples
     of a batch, or draws random numbers for each, is found out there; the sweep then goes one by one and says so in
-    ``notes``. The model runs without gradients, in the mode it is in, each time from the same random numbers, and is
-    left as it was.
+    ``notes``. The model runs without gradients, in the mode it is in, each time from the same random numbers. It and
+    the process are left as they were: modes, buffers, caches, gradients.
     """
     if batch is not None and batch < 1:
         raise ValueError(f"batch={batch}: give the number of patches in one forward pass, at least 1.")
@@ -73,6 +74,8 @@ def sweep(
         places = [place for target in targets for place in _places(target, recording, leaf, dim)]
         columns = _columns(places, positions, dim)
         patches = [_Patch(i, j, p) for i, place in enumerate(places) for j, p in _indices(place, columns, dim)]
+        if why := nothing_between(clean_value, corrupted_value):
+            warn(why, UserWarning)
         runner = _Runner(model, index, after, metric, places, dim, restore)
         scale = max(abs(clean_value), abs(corrupted_value), abs(clean_value - corrupted_value))
         found, notes = _all_patches(runner, patches, batch, scale, progress)

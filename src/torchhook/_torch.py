@@ -17,13 +17,10 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from torchhook.errors import TorchHookError
-
-
-class MissingTorchName(TorchHookError, RuntimeError):
-    """This torch lacks something that TorchHook cannot do without here."""
+from torchhook.errors import TorchVersionError
 
 
 def _find(path: str, default: Any, root: Any = torch) -> Any:
@@ -37,7 +34,7 @@ def _find(path: str, default: Any, root: Any = torch) -> Any:
 
 def _missing(path: str, purpose: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise MissingTorchName(
+        raise TorchVersionError(
             f"torch {torch.__version__} has no {path}, which TorchHook needs {purpose}. Use a version of torch that "
             "the README names, or a newer TorchHook."
         )
@@ -169,6 +166,29 @@ unheard: Callable[[], contextlib.AbstractContextManager[Any]] = _find("_C.Disabl
 """No ``TorchFunctionMode`` hears what is done in this block; where that is gone, the mode has to ignore it itself."""
 
 
+def mode_is_on(mode: TorchFunctionMode) -> bool:
+    """Whether a mode is on torch's stack, at any depth."""
+    return any(_mode_at(i) is mode for i in range(_modes_on()))
+
+
+def turn_off(mode: TorchFunctionMode) -> None:
+    """Take a mode off torch's stack, wherever it is: others may have come after it."""
+    above = []
+    while mode_is_on(mode):
+        top = _pop_mode()
+        if top is not mode:
+            above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+_stack = "to listen to operations"
+_modes_on = _find("_C._len_torch_function_stack", _missing("_len_torch_function_stack", _stack))
+_mode_at = _find("_C._get_function_stack_at", _missing("_get_function_stack_at", _stack))
+_pop_mode = _find("_C._pop_torch_function_stack", _missing("_pop_torch_function_stack", _stack))
+_push_mode = _find("_C._push_on_torch_function_stack", _missing("_push_on_torch_function_stack", _stack))
+
+
 def attention_weights(arguments: Iterable[Any]) -> Tensor:
     """The weights of the fused call of ``nn.MultiheadAttention``, given its arguments."""
     fused = _find("_native_multi_head_attention", _missing("_native_multi_head_attention", "to compute its maps"))
@@ -210,10 +230,10 @@ def register_pytree_node(
 
 
 _quantized = "to read a quantized tensor back"
-quantized_per_tensor = _find(
+quantized_per_tensor: Callable[..., Tensor] = _find(
     "_make_per_tensor_quantized_tensor", _missing("_make_per_tensor_quantized_tensor", _quantized)
 )
-quantized_per_channel = _find(
+quantized_per_channel: Callable[..., Tensor] = _find(
     "_make_per_channel_quantized_tensor", _missing("_make_per_channel_quantized_tensor", _quantized)
 )
 
@@ -224,16 +244,6 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
         tensor = tensor.coalesce()
         return tensor.indices(), tensor.values()
     return tensor._indices(), tensor._values()
-
-
-BatchNorms: tuple[type[nn.Module], ...] = (
-    _find("modules.batchnorm._BatchNorm", nn.BatchNorm2d, nn),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-)
-Convolutions: tuple[type[nn.Module], ...] = (
-    _find("modules.conv._ConvNd", nn.Conv2d, nn),
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 
 
 def compiler_is_loaded() -> bool:

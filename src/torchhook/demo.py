@@ -36,7 +36,7 @@ def efficientnet_lite0() -> nn.Module:
 
 
 def photograph(name: str, size: int = 224) -> Tensor:
-    """A photograph of scikit-image, cropped to its centre, as EfficientNet-Lite wants it: 1×3×size×size in [-1, 1]."""
+    """A photograph of scikit-image, cropped to its center, as EfficientNet-Lite wants it: 1×3×size×size in [-1, 1]."""
     pixels = getattr(require("skimage.data", "demo"), name)()
     image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float() / 127.5 - 1
     side = min(image.shape[2:])
@@ -81,7 +81,7 @@ def main(out: str | Path = "demo") -> None:
 def _see_photographs(console: Console, out: Path) -> None:
     model = efficientnet_lite0()
     console.rule("EfficientNet-Lite0: layers, with the shapes of one run")
-    console.print(str(layers(model, depth=1, inputs=photograph("chelsea"))), highlight=False, soft_wrap=True)
+    console.print(str(layers(model, photograph("chelsea"), depth=1)), highlight=False, soft_wrap=True)
     for name, label in PHOTOGRAPHS.items():
         x = photograph(name)
         with torch.no_grad():
@@ -105,7 +105,7 @@ def _read_sentences(console: Console, out: Path) -> None:
     console.rule("all-MiniLM-L6-v2: two sentences")
     with torch.no_grad():
         output, recording = run(model, capture="encoder.layer.*", kwargs=dict(batch))
-        maps = attention(model, kwargs=dict(batch))
+        maps = attention(model, batch)
     console.print(str(recording), highlight=False, soft_wrap=True)
     mask = batch["attention_mask"][..., None]
     pooled = (output.last_hidden_state * mask).sum(1) / mask.sum(1)

@@ -7,14 +7,18 @@ TorchHookError
 ├── AmbiguousCallError   (LookupError)                 the site ran more than once: say which call
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
+├── TransformError       (ValueError)                  a transform does not fit the value it meets
+├── ArgumentError        (TypeError, ValueError, AssertionError)  a classic name was given what it does not take
 ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
 ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
 ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
 ├── LayoutError          (ValueError)                  an activation cannot be laid out on a grid
+├── TargetError          (ValueError, IndexError)      the score or class that is meant is not in the output
 ├── ExtractError         (RuntimeError)                the model, the data or the disk does not fit
 │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
 │   ├── IncompleteStoreError (LookupError)             shards are missing
 │   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
+├── TorchVersionError    (RuntimeError)                this torch lacks something that is needed here
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
@@ -37,6 +41,7 @@ from typing import Any
 
 __all__ = [
     "AmbiguousCallError",
+    "ArgumentError",
     "BrokenShardError",
     "EditError",
     "ExtractError",
@@ -54,8 +59,11 @@ __all__ = [
     "SelectorError",
     "SessionError",
     "StoreMismatchError",
+    "TargetError",
     "TorchHookError",
+    "TorchVersionError",
     "TrainingWarning",
+    "TransformError",
 ]
 
 
@@ -94,6 +102,14 @@ class EditError(TorchHookError, ValueError):
     """An edit produced a value that does not fit the place it was made for."""
 
 
+class TransformError(TorchHookError, ValueError):
+    """A transform does not fit the value it meets."""
+
+
+class ArgumentError(TorchHookError, TypeError, ValueError, AssertionError):
+    """A classic name was given what it does not take; an ``AssertionError`` too, as its ancestors raised."""
+
+
 class SessionError(TorchHookError, RuntimeError):
     """A session was used in a way it does not allow."""
 
@@ -117,6 +133,13 @@ class LayoutError(TorchHookError, ValueError):
     """An activation cannot be laid out on a grid."""
 
 
+class TargetError(TorchHookError, ValueError, IndexError):
+    """The score or class that is meant is not in the model's output.
+
+    It is a ``ValueError`` and an ``IndexError`` because a class may be of the wrong kind or beyond the last.
+    """
+
+
 class ExtractError(TorchHookError, RuntimeError):
     """The model, the data or the disk does not fit what was asked for."""
 
@@ -131,6 +154,10 @@ class IncompleteStoreError(ExtractError, LookupError):
 
 class BrokenShardError(ExtractError, ValueError):
     """A shard is truncated, altered, or was not written by TorchHook."""
+
+
+class TorchVersionError(TorchHookError, RuntimeError):
+    """This version of torch lacks something that TorchHook cannot do without here."""
 
 
 class MissingExtraError(TorchHookError, ImportError):

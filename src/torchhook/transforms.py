@@ -1,50 +1,65 @@
 """The catalogue of transforms: what is kept of a value, decided in the hook, before anything is copied or moved.
 
-A transform is any function of the passing value. Those here map over the tensors of nested values, take dim 0 for
-the rows of the batch, pickle, and print as they were written, which is also how a feature store remembers them.
+A transform is any function of the passing value. Those here map over the tensors of nested values and take dim 0 for
+the rows of the batch. They are values: they compare by what they hold, pickle, and print as they were written, which is
+also how a feature store remembers them.
+
+>>> compose(tokens("cls"), cast(torch.float16)) == compose(tokens("cls"), cast(torch.half))
+True
 """
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.statistics import by_row
+from torchhook._values.value_object import ValueObject
+from torchhook.errors import TransformError
 
-__all__ = ["Rows", "Transform", "cast", "compose", "pick", "pool", "slice", "statistics", "tokens", "topk"]
+__all__ = ["Rows", "Transform", "cast", "compose", "narrow", "pick", "pool", "statistics", "tokens", "topk"]
+
+
+class Transform(Protocol):
+    """Takes a passing value and returns what is kept of it: a tensor, a nested value of tensors, or ``Rows``.
+
+    A plain function is enough. It runs in the hook, before anything is copied, and must not write to the value.
+
+    >>> def norms(value: Tensor) -> Tensor:
+    ...     return value.norm(dim=-1)
+    >>> transform: Transform = norms
+    """
+
+    def __call__(self, value: Any, /) -> Any: ...
 
 
 class Rows(list[Tensor]):
     """One tensor per row of the batch, of different lengths: what a transform returns for variable-length rows."""
 
 
-class Transform:
-    """A function of one tensor with its options, applied to every tensor of a value."""
+@dataclass(frozen=True, eq=False, repr=False)
+class _EachTensor(ValueObject):
+    """A function of one tensor with its arguments and options, applied to every tensor of a value."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-        self.function = function
-        self.args = args
-        self.options = options
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
 
     def __call__(self, value: Any) -> Any:
-        return tree.map_tensors(self._one, value)
-
-    def _one(self, tensor: Tensor) -> Any:
-        return self.function(tensor, *self.args, **self.options)
+        return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options), value)
 
     def __repr__(self) -> str:
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items() if v is not None)]
         return f"{self.function.__name__.strip('_')}({', '.join(given)})"
 
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self)
 
-    def __hash__(self) -> int:
-        return hash(repr(self))
+def _each(function: Callable[..., Any], *args: Any, **options: Any) -> Transform:
+    return _EachTensor(function, args, options)
 
 
 _POOLS: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
@@ -65,7 +80,7 @@ def pool(how: str = "mean", dims: int | Sequence[int] | None = None) -> Transfor
     if how not in _POOLS:
         raise ValueError(f"pool({how!r}): use one of {', '.join(map(repr, _POOLS))}.")
     wanted = (dims,) if isinstance(dims, int) else None if dims is None else tuple(dims)
-    return Transform(_pool, how, dims=wanted)
+    return _each(_pool, how, dims=wanted)
 
 
 def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None) -> Tensor:
@@ -83,13 +98,13 @@ def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1) -> Transfo
     if isinstance(which, str):
         if which not in ("cls", "last", "patches"):
             raise ValueError(f"tokens({which!r}): use 'cls', 'last', 'patches', a position or a list of positions.")
-        return Transform(_tokens, which, prefix=prefix if which == "patches" else None)
-    return Transform(_tokens, which if isinstance(which, int) else list(which), prefix=None)
+        return _each(_tokens, which, prefix=prefix if which == "patches" else None)
+    return _each(_tokens, which if isinstance(which, int) else [int(position) for position in which], prefix=None)
 
 
 def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None) -> Tensor:
     if tensor.dim() < 3:
-        raise ValueError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
+        raise TransformError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
     if which == "patches":
         return tensor[:, prefix:]
     if isinstance(which, str):
@@ -103,7 +118,7 @@ def topk(k: int, dim: int = -1, largest: bool = True) -> Transform:
     >>> topk(2)(torch.tensor([[1.0, 3.0, 2.0]]))
     {'values': tensor([[3., 2.]]), 'indices': tensor([[1, 2]])}
     """
-    return Transform(_topk, k, dim=dim, largest=largest)
+    return _each(_topk, k, dim=dim, largest=largest)
 
 
 def _topk(tensor: Tensor, k: int, dim: int, largest: bool) -> dict[str, Tensor]:
@@ -117,24 +132,24 @@ def cast(dtype: torch.dtype) -> Transform:
     >>> cast(torch.float16)(torch.ones(1)).dtype
     torch.float16
     """
-    return Transform(_cast, dtype)
+    return _each(_cast, dtype)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def slice(start: int | None = None, stop: int | None = None, step: int | None = None, *, dim: int = 1) -> Transform:
+def narrow(start: int | None = None, stop: int | None = None, step: int | None = None, *, dim: int = 1) -> Transform:
     """Keep ``start:stop:step`` of one dim, as Python slices do.
 
-    >>> slice(0, 2)(torch.zeros(4, 10, 3)).shape
+    >>> narrow(0, 2)(torch.zeros(4, 10, 3)).shape
     torch.Size([4, 2, 3])
     """
-    return Transform(_slice, start, stop, step, dim=dim)
+    return _each(_narrow, start, stop, step, dim=dim)
 
 
-def _slice(tensor: Tensor, start: int | None, stop: int | None, step: int | None, dim: int) -> Tensor:
-    return tensor[(builtins.slice(None),) * (dim % tensor.dim()) + (builtins.slice(start, stop, step),)]
+def _narrow(tensor: Tensor, start: int | None, stop: int | None, step: int | None, dim: int) -> Tensor:
+    return tensor[(slice(None),) * (dim % tensor.dim()) + (slice(start, stop, step),)]
 
 
 def statistics(dims: Sequence[int] | None = None) -> Transform:
@@ -143,35 +158,14 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
     >>> sorted(statistics()(torch.ones(2, 3, 4)))
     ['max', 'mean', 'min', 'std', 'zeros']
     """
-    return Transform(_statistics, dims=None if dims is None else tuple(dims))
+    return _each(_statistics, dims=None if dims is None else tuple(dims))
 
 
 def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    dims = tuple(range(1, tensor.dim())) if dims is None else dims
-    real = tensor if tensor.is_floating_point() else tensor.float()
-    if not dims:
-        real, tensor, dims = real[:, None], tensor[:, None], (1,)
-    return {
-        "mean": real.mean(dims),
-        "std": real.std(dims, unbiased=False),
-        "min": real.amin(dims),
-        "max": real.amax(dims),
-        "zeros": (tensor == 0).float().mean(dims),
-    }
+    return by_row(tensor, dims)
 
 
-class _Pick:
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def __call__(self, value: Any) -> Any:
-        return tree.get(value, self.address)
-
-    def __repr__(self) -> str:
-        return f"pick({self.address!r})"
-
-
-def pick(address: str | int) -> Callable[[Any], Any]:
+def pick(address: str | int) -> Transform:
     """Keep one part of a nested value, by its address.
 
     >>> pick("1.0")((torch.zeros(2), (torch.ones(1), None)))
@@ -180,9 +174,29 @@ def pick(address: str | int) -> Callable[[Any], Any]:
     return _Pick(str(address))
 
 
-class _Compose:
-    def __init__(self, transforms: tuple[Callable[[Any], Any], ...]) -> None:
-        self.transforms = transforms
+@dataclass(frozen=True, eq=False, repr=False)
+class _Pick(ValueObject):
+    address: str
+
+    def __call__(self, value: Any) -> Any:
+        try:
+            return tree.get(value, self.address)
+        except KeyError as error:
+            raise TransformError(f"transforms.{self!r}: {error.args[0]}.") from None
+
+
+def compose(*transforms: Callable[[Any], Any]) -> Transform:
+    """One transform after the other.
+
+    >>> compose(pool("mean"), cast(torch.float16))
+    compose(pool('mean'), cast(torch.float16))
+    """
+    return _Compose(transforms)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Compose(ValueObject):
+    transforms: tuple[Callable[[Any], Any], ...]
 
     def __call__(self, value: Any) -> Any:
         for transform in self.transforms:
@@ -190,13 +204,5 @@ class _Compose:
         return value
 
     def __repr__(self) -> str:
+        # A function by its repr, not its name: a store must not take one for another of the same name.
         return f"compose({', '.join(map(repr, self.transforms))})"
-
-
-def compose(*transforms: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """One transform after the other.
-
-    >>> compose(pool("mean"), cast(torch.float16))
-    compose(pool('mean'), cast(torch.float16))
-    """
-    return _Compose(transforms)

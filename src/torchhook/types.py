@@ -4,21 +4,18 @@
 >>> def norms(rec: Recording) -> list[float]: ...
 """
 
-from torchhook._cam.result import CAM
+from torchhook._cam.api import CAM
 from torchhook._capture import Stopped
+from torchhook._clip import GradientClip
 from torchhook._core.session import Session
-from torchhook._extract.estimate import Estimate
-from torchhook._extract.image_folder import ImageFolder
+from torchhook._extract.api import Estimate, ImageFolder
 from torchhook._features.api import Features
-from torchhook._guard.api import Guard
-from torchhook._guard.findings import Finding
+from torchhook._guard.api import Finding, Guard
 from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.sweeps import Sweep
-from torchhook._watch.alarms import Alarm, Alarms
-from torchhook._watch.api import Watch
-from torchhook._watch.engine import Snapshot
+from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
 __all__ = [
     "CAM",
@@ -28,6 +25,7 @@ __all__ = [
     "Estimate",
     "Features",
     "Finding",
+    "GradientClip",
     "Guard",
     "ImageFolder",
     "Record",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchhook._cam.api import cam
-from torchhook._cam.layout import infer
 from torchhook._cam.methods import METHODS
 from torchhook._cam.result import stretch, upsample
+from torchhook._values.tree import Inputs
 from torchhook.errors import AmbiguousCallError, LayoutError, NeverRanError, SelectorError
 
 BY_GRADIENT = ("gradcam", "gradcam++", "hirescam", "layercam", "xgradcam")
@@ -396,31 +396,6 @@ def test_token_ids_have_a_map_over_tokens() -> None:
         cam(model, torch.randint(0, 20, (2, 6)), 1, "embed", "scorecam")
 
 
-@pytest.mark.parametrize(
-    ("shape", "size", "expected"),
-    [
-        ((1, 64, 7, 7), (224, 224), "channels first 7×7"),
-        ((1, 7, 7, 768), (224, 224), "channels last 7×7"),
-        ((1, 7, 7, 7), (224, 224), "channels first 7×7"),
-        ((1, 8, 4, 96), (256, 128), "channels last 8×4"),
-        ((1, 96, 8, 4), (256, 128), "channels first 8×4"),
-        ((1, 197, 192), (224, 224), "tokens 14×14 after 1 prefix token"),
-        ((1, 198, 192), (224, 224), "tokens 14×14 after 2 prefix tokens"),
-        ((1, 49, 768), (224, 224), "tokens 7×7"),
-        ((1, 99, 64), (224, 112), "tokens 14×7 after 1 prefix token"),
-        ((1, 512, 2, 4, 4), (16, 32, 32), "channels first 2×4×4"),
-        ((1, 2, 4, 4, 512), (16, 32, 32), "channels last 2×4×4"),
-        ((197, 1, 64), (224, 224), "tokens 14×14 after 1 prefix token"),
-    ],
-)
-def test_layouts_are_read_off_the_shapes(shape: tuple[int, ...], size: tuple[int, ...], expected: str) -> None:
-    assert str(infer(shape, size, 1)) == expected
-
-
-def test_a_grid_that_another_layer_gave_is_believed() -> None:
-    assert infer((1, 25, 8), (60, 100), 1, seen=[(3, 8)]).grid == (3, 8)
-
-
 @pytest.mark.parametrize("kind", ["channels_last", "tokens"])
 def test_the_layout_can_be_said(kind: str) -> None:
     model, x = Small().eval(), torch.randn(1, 3, 20, 20)
@@ -535,6 +510,44 @@ def test_an_output_object_is_searched_for_its_logits() -> None:
 def test_a_wrong_target_is_refused(target: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="target"):
         cam(Small(), torch.randn(2, 3, 16, 16), target, "features")
+
+
+def test_a_language_model_is_asked_about_its_last_token() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20, 8)
+            self.mix = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            self.head = nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.head(self.mix(self.embed(ids)))}
+
+    model, ids = Language().eval(), torch.randint(0, 20, (2, 6))
+    last = cam(model, ids, lambda out: out["logits"][:, -1, 7], "embed")
+    torch.testing.assert_close(cam(model, ids, 7, "embed").raw, last.raw)
+    assert cam(model, ids, layer="embed").target == model(ids)["logits"][:, -1].argmax(-1).tolist()
+
+
+# -- how it is called -------------------------------------------------------------------------------
+
+
+def test_inputs_are_given_as_everywhere() -> None:
+    class Scaled(Small):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x * scale)
+
+    model, x = Scaled().eval(), torch.randn(1, 3, 16, 16)
+    twice = cam(model, x * 2, 1, "features").raw
+    for inputs in ((x, 2.0), {"x": x, "scale": 2.0}, Inputs((x,), {"scale": 2.0})):
+        torch.testing.assert_close(cam(model, inputs=inputs, target=1, layer="features").raw, twice)
+
+
+def test_the_model_itself_may_be_the_layer() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).eval()
+    result = cam(model, torch.randn(1, 3, 8, 8), lambda out: out[:, 1].mean((1, 2)), "(model)")
+    assert result.layer == ""
+    assert "layer '(model)': channels first 8×8" in repr(result)
 
 
 # -- no residue -------------------------------------------------------------------------------------

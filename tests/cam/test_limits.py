@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from tests.models import Merges
 from torchhook._cam.api import cam
-from torchhook._cam.layout import infer
 from torchhook._cam.result import stretch, upsample
-from torchhook.errors import LayoutError
 
 
 def photo() -> nn.Sequential:
@@ -147,13 +145,6 @@ def test_an_empty_batch_is_refused() -> None:
 # -- layouts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("channels_first", (1, 8, 4, 64)), ("channels_last", (1, 4, 64, 8))])
-def test_strides_may_differ_where_the_layout_is_said(kind: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError, match="say how it is laid out"):
-        infer(shape, (32, 64), 1)
-    assert infer(shape, (32, 64), 1, kind=kind).grid == (4, 64)
-
-
 def test_a_layer_with_uneven_strides_has_the_map_of_the_formula() -> None:
     torch.manual_seed(0)
     features = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.MaxPool2d((8, 1)), nn.BatchNorm2d(8), nn.ReLU())
@@ -163,12 +154,6 @@ def test_a_layer_with_uneven_strides_has_the_map_of_the_formula() -> None:
     # The gradient of the mean over 4 × 64 places is the weight over 256 everywhere.
     by_hand = (model[3].weight[1][:, None, None] / 256 * features(x)[0]).sum(0)
     torch.testing.assert_close(found.raw[0], by_hand.detach())
-
-
-def test_time_may_be_thinned_out_less_than_space() -> None:
-    assert str(infer((1, 64, 16, 7, 7), (16, 224, 224), 1)) == "channels first 16×7×7"
-    assert str(infer((1, 8, 7, 7, 768), (16, 224, 224), 1)) == "channels last 8×7×7"
-    assert str(infer((1, 393, 96), (16, 224, 224), 1, [(8, 56, 56)])) == "tokens 8×7×7 after 1 prefix token"
 
 
 def test_a_models_own_train_method_is_not_called() -> None:

@@ -118,7 +118,7 @@ def test_a_method_that_is_not_known_is_refused_before_anything_runs(torchhook: C
 
 def test_advice_names_options_of_the_command_line(torchhook: Command, tmp_path: Path, rows: Path) -> None:
     out = tmp_path / "features"
-    line = ["extract", SMALL, "--data", rows, "-o", out, "--workers", 0, "--no-progress", "-l"]
+    line = ["extract", SMALL, "--data", rows, "-o", out, "--workers", 0, "--no-progress", "-s"]
     assert torchhook(*line, "1").code == 0
     done = torchhook(*line, "0")
     assert done.code == 2
@@ -133,7 +133,7 @@ def test_advice_names_options_of_the_command_line(torchhook: Command, tmp_path: 
 
 def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path, photos: Path) -> None:
     out = tmp_path / "features"
-    line = ["extract", SMALL, "--data", photos, "-l", "1", "--pool", "mean", "-o", out, "--size", 32, "--workers", 0]
+    line = ["extract", SMALL, "--data", photos, "-s", "1", "--pool", "mean", "-o", out, "--size", 32, "--workers", 0]
     done = torchhook(*line, "--no-progress")
     assert done.code == 0
     features = open_features(out)
@@ -148,11 +148,21 @@ def test_extract_writes_features_and_resumes(torchhook: Command, tmp_path: Path,
     assert len(again.err.strip().splitlines()) == 1
 
 
+def test_extract_and_export_choose_sites(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    out = tmp_path / "features"
+    line = ("extract", SMALL, "--data", rows, "-o", out, "--no-progress")
+    assert torchhook(*line, "--sites", "3", "--sites", "(model)").code == 0
+    assert open_features(out).keys() == ["3", ""]
+    assert torchhook(*line, "--layers", "3").code == 2
+    torchhook("features", "export", out, "-o", tmp_path / "npy", "--sites", "(model)")
+    assert [path.name for path in (tmp_path / "npy").iterdir()] == ["model.npy"]
+
+
 def test_features_are_described_checked_and_exported(torchhook: Command, tmp_path: Path, rows: Path) -> None:
     out = tmp_path / "features"
-    assert torchhook("extract", SMALL, "--data", rows, "-l", "3", "-o", out, "--json").code == 0
+    assert torchhook("extract", SMALL, "--data", rows, "-s", "3", "-o", out, "--json").code == 0
     found = json.loads(torchhook("features", "info", out, "--json").out)
-    assert (found["rows"], found["layers"]["3"]["shape"]) == (6, [6, 8])
+    assert (found["rows"], found["sites"]["3"]["shape"]) == (6, [6, 8])
     assert "6 rows" in torchhook("features", "info", out).out
     assert torchhook("features", "verify", out).code == 0
     torchhook("features", "export", out, "-o", tmp_path / "npy")
@@ -163,7 +173,7 @@ def test_features_are_described_checked_and_exported(torchhook: Command, tmp_pat
 
 def test_a_broken_shard_is_found_deleted_and_done_again(torchhook: Command, tmp_path: Path, rows: Path) -> None:
     out = tmp_path / "features"
-    line = ("extract", SMALL, "--data", rows, "-l", "3", "-o", out, "--no-progress")
+    line = ("extract", SMALL, "--data", rows, "-s", "3", "-o", out, "--no-progress")
     torchhook(*line)
     shard = next((out / "shards").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -177,7 +187,7 @@ def test_a_broken_shard_is_found_deleted_and_done_again(torchhook: Command, tmp_
 
 
 def test_a_dry_run_writes_nothing(torchhook: Command, tmp_path: Path, rows: Path) -> None:
-    done = torchhook("extract", SMALL, "--data", rows, "-l", "3", "-o", tmp_path / "features", "--dry-run")
+    done = torchhook("extract", SMALL, "--data", rows, "-s", "3", "-o", tmp_path / "features", "--dry-run")
     assert done.code == 0
     assert "6 rows" in done.out
     assert not (tmp_path / "features").exists() or not any((tmp_path / "features").iterdir())
@@ -197,8 +207,8 @@ def test_demo_is_the_demo(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -
         ("run", SMALL),
         ("run", "tests.cli.nets:Raises", "--shape", "1x2"),
         ("report", SMALL, "--shape", SHAPE, "--target", "9"),
-        ("extract", SMALL, "--data", "absent", "-l", "0"),
-        ("extract", SMALL, "--data", "absent", "-l", "0", "--pool", "median"),
+        ("extract", SMALL, "--data", "absent", "-s", "0"),
+        ("extract", SMALL, "--data", "absent", "-s", "0", "--pool", "median"),
         ("features", "info", "absent"),
         ("features", "verify", "absent"),
     ],
@@ -259,7 +269,7 @@ def test_a_terminal_gets_colours_and_the_same_cells(torchhook: Command, monkeypa
 @pytest.mark.slow
 def test_the_line_of_the_manual_works_on_a_real_model(torchhook: Command, tmp_path: Path, photos: Path) -> None:
     pytest.importorskip("timm", reason="timm is not installed")
-    line = ("--data", photos, "--layers", "blocks.11", "--out", tmp_path / "features", "--pool", "mean", "--workers", 0)
+    line = ("--data", photos, "--sites", "blocks.11", "--out", tmp_path / "features", "--pool", "mean", "--workers", 0)
     assert torchhook("extract", "timm:vit_tiny_patch16_224", *line).code == 0
     assert open_features(tmp_path / "features")["blocks.11"].shape == (5, 192)
 

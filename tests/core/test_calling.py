@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 from collections import UserDict
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook._core.calling import arguments, call, evaluating, random_numbers, undisturbed
+from torchhook._core import calling
+from torchhook._core.calling import arguments, call, evaluating, in_mode, random_numbers, undisturbed
 from torchhook._values.tree import Inputs
 
 
@@ -74,6 +77,113 @@ def test_buffers_that_moved_or_were_replaced_come_back_the_same_objects() -> Non
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
 
 
+class Caches(nn.Module):
+    """Changes what real models change beside their buffers: rotary tables, key-value caches, counters, losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+        self.length = 2
+        self.keys = torch.zeros(4)
+        self.seen: list[Tensor] = []
+        self.by_name: dict[str, Any] = {"first": torch.zeros(1), "deep": [1]}
+        self.inner = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.length:
+            self.length = len(x)
+            self.register_buffer("table", torch.arange(float(len(x))), persistent=False)
+            self.register_buffer("more", torch.ones(1))
+        self.keys[: len(x)] = x.detach()
+        self.seen.append(x)
+        self.by_name["first"].add_(1)
+        self.by_name["deep"].append(2)
+        self.by_name["second"] = x
+        self.loss = x.sum()
+        self.inner.eval()
+        return x * self.table[: len(x)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_caches_and_counters_in_plain_attributes_come_back_with_the_buffers_that_belong_to_them(fails: bool) -> None:
+    model = Caches()
+    before, table, keys, seen = set(vars(model)), model.table, model.keys, model.seen
+    with contextlib.suppress(KeyError), undisturbed(model) as restore:
+        for _ in range(2):
+            assert model(torch.ones(3)).tolist() == [0, 1, 2]
+            assert len(model.seen) == 1
+            restore()
+            assert model.length == 2
+        model(torch.ones(3))
+        if fails:
+            raise KeyError
+    assert set(vars(model)) == before
+    assert model.length == 2
+    assert [name for name, _ in model.named_buffers()] == ["table"]
+    assert model.table is table
+    assert model.keys is keys
+    assert keys.tolist() == [0, 0, 0, 0]
+    assert model.seen is seen
+    assert seen == []
+    assert list(model.by_name) == ["first", "deep"]
+    assert (model.by_name["first"].item(), model.by_name["deep"]) == (0, [1])
+    assert model.inner.training
+    assert model(torch.ones(3)).tolist() == [0, 1, 2]
+
+
+def test_a_tensor_that_was_given_other_memory_has_its_own_again() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache.data = torch.cat([self.cache, x])
+            return self.cache
+
+    model = Grows()
+    with undisturbed(model):
+        assert len(model(torch.ones(2))) == 3
+    assert model.cache.tolist() == [0]
+
+
+def test_gradients_come_back_the_same_objects_with_the_same_numbers() -> None:
+    class Trains(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x).sum().backward()
+            return super().forward(x)
+
+    model = Trains(2, 1)
+    given = model.weight.grad = torch.ones(1, 2)
+    with undisturbed(model) as restore:
+        for _ in range(2):
+            model(torch.full((1, 2), 3.0))
+            restore()
+        model(torch.full((1, 2), 3.0))
+    assert model.weight.grad is given
+    assert given.tolist() == [[1, 1]]
+    assert model.bias.grad is None
+
+
+def test_a_lazy_module_stays_what_it_has_become() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with undisturbed(model):
+        model(torch.ones(4, 2))
+    assert (type(model[0]), model[0].in_features) == (nn.Linear, 2)
+    assert (type(model[1]), model[1].num_features) == (nn.BatchNorm1d, 3)
+    assert model(torch.ones(4, 2)).shape == (4, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_buffers_of_a_scripted_model_come_back() -> None:
+    model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))
+    with undisturbed(model):
+        model(torch.randn(4, 3))
+        assert model.state_dict()["0.num_batches_tracked"].item() == 1
+    assert model.state_dict()["0.num_batches_tracked"].item() == 0
+    assert model.state_dict()["0.running_mean"].tolist() == [0, 0, 0]
+
+
 def test_an_error_passes_after_everything_is_back() -> None:
     model, state = Buffers(), torch.get_rng_state()
 
@@ -101,3 +211,58 @@ def test_evaluation_mode_ends_with_the_block_however_it_ends() -> None:
         fail()
     assert modes == [False, False, False]
     assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_modes_nest_and_each_block_goes_back_to_the_one_around_it() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU()).eval()
+    model[1].training = True
+    with in_mode(model, training=True):
+        with evaluating(model):
+            assert [module.training for module in model.modules()] == [False, False, False]
+        assert [module.training for module in model.modules()] == [True, True, True]
+    assert [module.training for module in model.modules()] == [False, False, True]
+    assert calling._modes == {}
+
+
+def test_of_blocks_that_overlap_in_threads_the_last_puts_the_modes_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU())
+    entered, left = threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with evaluating(model):
+            entered.set()
+            left.wait(10)
+            seen.extend(module.training for module in model.modules())
+
+    thread = threading.Thread(target=second)
+    with evaluating(model):
+        thread.start()
+        entered.wait(10)
+    left.set()
+    thread.join()
+    assert seen == [False, False, False]
+    assert [module.training for module in model.modules()] == [True, True, True]
+    assert calling._modes == {}
+
+
+def test_a_mode_that_cannot_be_set_leaves_the_other_modules_as_they_were() -> None:
+    class Stubborn(nn.Module):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "training" and value is False:
+                raise TypeError("I train")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(nn.ReLU(), Stubborn(), nn.ReLU())
+    with pytest.raises(TypeError, match="I train"), evaluating(model):
+        pass
+    assert [module.training for module in model.modules()] == [True, True, True, True]
+    assert calling._modes == {}
+
+
+def test_training_mode_ends_with_the_block_too() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.ReLU()).eval()
+    model[1].training = True
+    with in_mode(model, training=True):
+        assert all(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [False, False, True]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.oracle import hooks_on, in_threads, stance, warned
 from torchhook._core.scope import Stop, active
-from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError, SessionError
+from torchhook.errors import NeverOpenedWarning, NeverRanError, NeverRanWarning, SelectorError, SessionError
 from torchhook.types import Stopped
 
 
@@ -409,8 +409,36 @@ def test_a_session_that_never_opened_leaves_nothing(model: Model) -> None:
     session = th.capture(model)
     assert hooks_on(model) == []
     session.close()
-    del session
+    with pytest.warns(NeverOpenedWarning, match="dropped without ever being opened") as caught:
+        del session
+    assert caught[0].filename == __file__
     assert hooks_on(model) == []
+
+
+@pytest.mark.parametrize("make", [lambda m: th.capture(m, "a"), lambda m: th.edit(m, {"a": th.edits.zero()})])
+def test_what_is_made_and_never_opened_says_so(make: Any, model: Model, x: Tensor) -> None:
+    with pytest.warns(NeverOpenedWarning, match="with block"):
+        make(model)  # as one writes it who believes that it is on from here
+    model(x)
+
+
+@pytest.mark.parametrize("read", [lambda s: s["a"], lambda s: s.keys(), lambda s: s.all("a"), lambda s: s.table()])
+def test_a_session_that_is_read_like_a_recording_says_how_to_open_it(read: Any, model: Model, x: Tensor) -> None:
+    session = th.capture(model, "a")
+    model(x)
+    with pytest.raises(SessionError, match=r"never opened.*with th\.capture"):
+        read(session)
+    session.open()
+    model(x)
+    with pytest.raises(SessionError, match=r"session\.recording"):
+        read(session)
+    session.close()
+    assert not hasattr(session, "no_such_thing")
+
+
+def test_a_capture_that_cannot_be_made_was_not_forgotten(model: Model) -> None:
+    with pytest.raises(SelectorError):
+        th.capture(model, "nowhere")
 
 
 # -- opening and closing ----------------------------------------------------------------------

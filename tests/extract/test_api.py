@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import re
+import threading
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,10 +23,10 @@ from torchhook._features.verify import verify
 from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
 
 
-def do(out, model=None, data=None, layers=("first", "second"), **options) -> Features:
+def do(out, model=None, data=None, sites=("first", "second"), **options) -> Features:
     options = {"batch_size": 16, "rows_per_shard": 32, "progress": False, **options}
     found = extract(
-        jobs.Net() if model is None else model, jobs.data(100) if data is None else data, list(layers), out, **options
+        jobs.Net() if model is None else model, jobs.data(100) if data is None else data, list(sites), out, **options
     )
     assert isinstance(found, Features)
     return found
@@ -100,9 +104,75 @@ def test_the_model_and_the_process_are_as_before(tmp_path):
     assert torch.equal(torch.get_rng_state(), random)
 
 
+class Restless(nn.Module):
+    """Draws random numbers and counts its calls, in whatever mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=0.9)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("newest", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        made = nn.functional.dropout(self.linear(x), 0.5, training=True)
+        self.newest = made[0]
+        return self.norm(made)
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Augments with every generator there is."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, row):
+        return torch.rand(8) + random.random() + np.random.rand()
+
+
+def test_random_numbers_buffers_and_gradients_are_as_before(tmp_path):
+    model = Restless().train()
+    model.linear(torch.ones(1, 8)).sum().backward()
+    gradients = [(p.grad, None if p.grad is None else p.grad.clone(), p.requires_grad) for p in model.parameters()]
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    numbers = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    shuffled = DataLoader(Endless(torch.randn(40, 8, generator=torch.Generator().manual_seed(0))), batch_size=16)
+    for name, data in {"rows": Drawing(), "stream": shuffled}.items():
+        do(tmp_path / name, model, data, ["norm"])
+        extract(model, data, "norm", tmp_path / "dry", dry_run=True)
+        with pytest.raises(KeyError):
+            do(tmp_path / f"{name} fails", model, data, ["norm"], transform=lambda value: {}["x"])
+        assert torch.equal(torch.get_rng_state(), numbers[0])
+        assert random.getstate() == numbers[1]
+        assert str(np.random.get_state()) == numbers[2]
+        assert all(buffer is buffers[name][0] for name, buffer in model.named_buffers())
+        assert all(torch.equal(buffer, buffers[name][1]) for name, buffer in model.named_buffers())
+    for parameter, (gradient, value, learns) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert parameter.requires_grad == learns
+        assert value is None or torch.equal(gradient, value)
+
+
+def test_another_thread_does_not_turn_back_the_main_threads_random_numbers(tmp_path):
+    before = torch.get_rng_state()
+    drawn = []
+
+    def transform(value):
+        drawn.append(torch.rand(()))  # as a main thread that trains would meanwhile
+        return value
+
+    thread = threading.Thread(target=do, args=(tmp_path,), kwargs={"transform": transform})
+    thread.start()
+    thread.join()
+    assert drawn
+    assert not torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(before)
+
+
 def test_features_are_those_of_evaluation_mode(tmp_path):
     model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.5)).train()
-    features = do(tmp_path, model, layers=["1"])
+    features = do(tmp_path, model, sites=["1"])
     with torch.no_grad():
         assert torch.allclose(features["1"][:], model[0](jobs.data(100).tensors[0]), atol=1e-6)
 
@@ -144,7 +214,7 @@ def test_begin_again_replaces_a_store(tmp_path):
     ("changes", "text"),
     [
         ({"model": jobs.Net(seed=3)}, "model: the store has Net 6 tensors [0-9a-f]+, this run Net 6 tensors"),
-        ({"layers": ["first"]}, "layers: the store has first, second, this run first"),
+        ({"sites": ["first"]}, "sites: the store has first, second, this run first"),
         (
             {"transform": transforms.cast(torch.float32)},
             r"transform: the store has None, this run cast\(torch.float32\)",
@@ -175,10 +245,10 @@ def test_a_model_trained_further_by_one_number_is_another_model(tmp_path):
 def test_shards_are_as_large_as_asked_for(tmp_path):
     row = (16 + 12) * 4
     features = do(tmp_path / "a", rows_per_shard=None, shard_bytes=row * 50)
-    assert features.plan.rows_per_shard == 48  # whole batches of 16
-    assert do(tmp_path / "b", rows_per_shard=None).plan.shards == 1
+    assert features.manifest.rows_per_shard == 48  # whole batches of 16
+    assert do(tmp_path / "b", rows_per_shard=None).manifest.shards == 1
     again = do(tmp_path / "a", rows_per_shard=None)
-    assert again.plan.rows_per_shard == 48
+    assert again.manifest.rows_per_shard == 48
     assert do(tmp_path / "c", rows_per_shard=10)["first"].shape == (100, 16)
 
 
@@ -204,20 +274,49 @@ def test_progress_shows_rows_and_bytes(tmp_path, capsys):
 
 
 def test_transforms_and_casts_run_in_the_hook(tmp_path, truth):
-    features = do(tmp_path, transform={"second": transforms.slice(0, 3)}, dtype=torch.bfloat16)
+    features = do(tmp_path, transform={"second": transforms.narrow(0, 3)}, dtype=torch.bfloat16)
     assert torch.equal(features["first"][:], truth["first"].bfloat16())
     assert torch.equal(features["second"][:], truth["second"][:, :3].bfloat16())
 
 
 def test_several_tensors_of_one_layer_are_several_columns(tmp_path, truth):
-    features = do(tmp_path, layers=["first"], transform=transforms.topk(3))
+    features = do(tmp_path, sites=["first"], transform=transforms.topk(3))
     assert features.keys() == ["first[values]", "first[indices]"]
     assert torch.equal(features["first[values]"][:], truth["first"].topk(3).values)
     assert torch.equal(features["first[indices]"][:], truth["first"].topk(3).indices)
 
 
+def test_a_transform_may_be_keyed_by_any_selector(tmp_path, truth):
+    narrow, wide = transforms.narrow(0, 2), transforms.narrow(0, 5)
+    net = jobs.Net()
+    ways = [
+        {"*": narrow, "second": wide},
+        {nn.Linear: narrow, "second": wide},
+        {"s*": wide, "fi*": narrow},
+        {net.first: narrow, "second": wide},
+        {re.compile("fir"): narrow, (lambda name, module: name == "second"): wide},
+        {("first", "head"): narrow, "second": wide},
+    ]
+    for i, keys in enumerate(ways):
+        features = do(tmp_path / str(i), net, transform=keys)
+        assert torch.equal(features["first"][:], truth["first"][:, :2])
+        assert torch.equal(features["second"][:], truth["second"][:, :5])
+        assert features.manifest.transform == f"{{first: {narrow}, second: {wide}}}"
+    features = do(tmp_path / "none", net, transform={"*": narrow, "second": None})
+    assert torch.equal(features["second"][:], truth["second"])
+    calls = do(tmp_path / "calls", sites=["relu#0", "relu#1", "first:input"], transform={"relu": narrow})
+    assert [calls[site].shape[1] for site in calls] == [2, 2, 8]
+    with pytest.raises(ExtractError, match=r"'\*' and <class '.*Linear'> all mean 'first'"):
+        do(tmp_path / "two", transform={"*": narrow, nn.Linear: wide})
+    with pytest.raises(ExtractError, match=r"transform\['head'\]: no such site is extracted. There are: 'first'"):
+        do(tmp_path / "other", transform={"head": narrow})
+    for wrong in ("mean", {"first": "mean"}):
+        with pytest.raises(TypeError, match=r"transform.*: a transform is a function of the value, found str"):
+            do(tmp_path / "wrong", transform=wrong)
+
+
 def test_inputs_of_layers_can_be_stored(tmp_path):
-    assert torch.equal(do(tmp_path, layers=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
+    assert torch.equal(do(tmp_path, sites=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
 
 
 def test_autocast_is_part_of_the_run(tmp_path):
@@ -230,8 +329,8 @@ def test_autocast_is_part_of_the_run(tmp_path):
 
 def test_a_module_that_runs_twice_must_be_asked_for_by_call(tmp_path):
     with pytest.raises(ExtractError, match=r"'relu' runs 2 times in one forward pass.*'relu#0' to 'relu#1'"):
-        do(tmp_path, layers=["relu"])
-    features = do(tmp_path, layers=["relu#1", "relu#0"])
+        do(tmp_path, sites=["relu"])
+    features = do(tmp_path, sites=["relu#1", "relu#0"])
     seen = []
     model = jobs.Net().eval()
     model.relu.register_forward_hook(lambda m, a, out: seen.append(out.clone()))
@@ -244,28 +343,40 @@ def test_a_module_that_runs_twice_must_be_asked_for_by_call(tmp_path):
 
 def test_a_wrong_name_and_a_layer_that_never_runs_are_errors(tmp_path):
     with pytest.raises(SelectorError, match="Closest: 'first'"):
-        do(tmp_path, layers=["frist"])
+        do(tmp_path, sites=["frist"])
     model = jobs.Net()
     model.spare = nn.Linear(2, 2)
     with pytest.raises(ExtractError, match="'spare' did not run"):
-        do(tmp_path, model, layers=["spare"])
+        do(tmp_path, model, sites=["spare"])
     with pytest.raises(ExtractError, match="parameter"):
-        do(tmp_path, layers=["first.weight"])
+        do(tmp_path, sites=["first.weight"])
     with pytest.raises(ExtractError, match=r"transform\['third'\].*'first', 'second'"):
         do(tmp_path, transform={"third": transforms.pool()})
     assert not (tmp_path / "store.json").exists()
 
 
-def test_the_model_itself_is_a_layer_too(tmp_path):
-    features = do(tmp_path, layers=[lambda name, module: name == ""])
+def test_the_model_itself_is_a_site_too(tmp_path):
     with torch.no_grad():
-        assert torch.allclose(features[""][:], jobs.Net()(jobs.data(100).tensors[0]), atol=1e-4)
-    assert features.keys() == [""]
+        expected = jobs.Net()(jobs.data(100).tensors[0])
+    for i, sites in enumerate(([lambda name, module: name == ""], ["(model)"])):
+        features = do(tmp_path / str(i), sites=sites)
+        assert features.keys() == [""]
+        assert all(name in features for name in ("", "(model)"))
+        assert torch.allclose(features["(model)"][:], expected, atol=1e-4)
+        assert torch.equal(features[""][:], features["(model)"][:])
+        assert torch.equal(features.dataset("(model)", labels=False)[[3]], features[""][[3]])
+        assert "(model)  F32(4)" in str(features)
+    given = do(tmp_path / "in", sites=["(model):input"])
+    assert torch.equal(given["(model):input"][:], jobs.data(100).tensors[0])
+    top = do(tmp_path / "top", sites=["(model)"], transform={"(model)": transforms.topk(2)})
+    assert torch.equal(top["(model)[indices]"][:], top["[indices]"][:])
+    with pytest.raises(ExtractError, match=r"'\(model\)': 1 rows for a batch of 16"):
+        do(tmp_path / "rows", sites=["(model)"], transform=lambda value: value[:1])
 
 
 def test_a_value_without_rows_is_refused(tmp_path):
     with pytest.raises(ExtractError, match="'first': 1 rows for a batch of 16"):
-        do(tmp_path, layers=["first"], transform=lambda value: value.mean(0, keepdim=True))
+        do(tmp_path, sites=["first"], transform=lambda value: value.mean(0, keepdim=True))
 
 
 # -- variable lengths -------------------------------------------------------------------------------
@@ -325,7 +436,7 @@ def test_lengths_and_rows_are_two_other_ways_to_say_it(tmp_path):
     loader = DataLoader(rows, batch_size=4, collate_fn=right)
     features = do(tmp_path / "a", model, loader, ["embed"], lengths=lambda b: b["n"], rows_per_shard=8, batch_size=None)
     assert all(torch.equal(features["embed"][i], model.embed(row).detach()) for i, row in enumerate(rows))
-    features = do(tmp_path / "b", jobs.Net(), layers=["first"], transform=inside)
+    features = do(tmp_path / "b", jobs.Net(), sites=["first"], transform=inside)
     assert [len(row) for row in features["first"]][:18] == [*([0, 1, 2] * 5), 0, 0, 1]
     assert verify(tmp_path / "b").ok
 

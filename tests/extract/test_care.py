@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import gc
 import os
 import subprocess
 import sys
-import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from tests.models import Merges
-from torchhook._extract import api, eval_mode
 from torchhook._extract import progress as progress_module
 from torchhook._extract.api import extract
-from torchhook._extract.eval_mode import at_rest
 from torchhook._extract.fingerprint import of_function, of_model
 from torchhook._features import direct_io as disk_module
-from torchhook._features.api import open_features
+from torchhook._features import storage
 from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
 
 E = functools.partial(extract, progress=False)
@@ -51,18 +46,18 @@ def test_a_call_that_fails_before_it_writes_leaves_the_old_store(tmp_path, monke
     there = files(tmp_path)
     again = functools.partial(E, lin(), out=tmp_path / "o", resume=False)
     calls = [
-        (SelectorError, lambda: again(data=X, layers="typo")),
-        (RuntimeError, lambda: again(data=torch.ones(3, 7), layers="0")),
-        (ExtractError, lambda: again(data=X[:0], layers="0")),
-        (ValueError, lambda: again(data=X, layers="0", engine_options={"actors": 2})),
-        (ExtractError, lambda: again(data=X, layers="0", engine="torchrun")),
-        (TypeError, lambda: again(data=3, layers="0")),
+        (SelectorError, lambda: again(data=X, sites="typo")),
+        (RuntimeError, lambda: again(data=torch.ones(3, 7), sites="0")),
+        (ExtractError, lambda: again(data=X[:0], sites="0")),
+        (ValueError, lambda: again(data=X, sites="0", engine_options={"actors": 2})),
+        (ExtractError, lambda: again(data=X, sites="0", engine="torchrun")),
+        (TypeError, lambda: again(data=3, sites="0")),
     ]
     for error, call in calls:
         with pytest.raises(error):
             call()
         assert files(tmp_path) == there
-    again(data=X, layers="0", dry_run=True)
+    again(data=X, sites="0", dry_run=True)
     assert files(tmp_path) == there
 
 
@@ -71,92 +66,13 @@ def test_a_store_to_be_replaced_counts_as_free_and_its_shards_as_to_do(tmp_path,
     there = files(tmp_path)
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True).todo == 0
     assert E(lin(), X, "0", tmp_path, rows_per_shard=10, dry_run=True, resume=False).todo == 4
-    monkeypatch.setattr(api.storage.Folder, "free", lambda self: 100)
+    monkeypatch.setattr(storage.Folder, "free", lambda self: 100)
     big = torch.randn(10_000, 3)
     with pytest.raises(ExtractError, match="still to be written"):
         E(lin(), big, "0", tmp_path, resume=False)
     assert files(tmp_path) == there
     features = E(lin(1), X, ["0", "2"], tmp_path, resume=False, rows_per_shard=20)
     assert torch.equal(features["2"][:], lin(1)(X).detach())
-
-
-# -- threads ------------------------------------------------------------------------------------------
-
-
-def test_two_threads_may_extract_from_one_model_that_trains(tmp_path):
-    model = nn.Sequential(nn.Dropout(0.5), nn.Identity()).train()
-    model[1].eval()
-    inside, first_done = threading.Barrier(2), threading.Event()
-    modes, errors = [], []
-
-    def short():
-        with at_rest(model, None):
-            inside.wait()
-        first_done.set()
-
-    def long():
-        try:
-            with at_rest(model, None):
-                inside.wait()
-                first_done.wait()
-                modes.append(model.training or model[0].training)
-                assert torch.equal(E(model, X, "1", tmp_path)["1"][:], X)
-                modes.append(model.training or model[0].training)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for work in (short, long)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert modes == [False, False]
-    assert (model.training, model[0].training, model[1].training) == (True, True, False)
-    assert not eval_mode._models
-    assert not eval_mode._modules
-
-
-def test_threads_that_extract_at_the_same_time_get_their_own_rows(tmp_path):
-    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4)).train()
-    data = [torch.randn(400 * (i + 1), 3) for i in range(3)]
-    threads = [
-        threading.Thread(target=E, args=(model, x, "1", tmp_path / str(i)), kwargs={"batch_size": 8})
-        for i, x in enumerate(data)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(module.training for module in model.modules())
-    for i, x in enumerate(data):
-        assert torch.allclose(open_features(tmp_path / str(i))["1"][:], model[1](x).detach(), atol=1e-6)
-
-
-def test_a_model_in_use_stays_where_it_is_and_is_let_go(tmp_path):
-    model = lin()
-    with at_rest(model, "meta") as device:
-        assert device.type == "meta"
-        with at_rest(model, None) as second:
-            assert second.type == "meta"
-        with pytest.raises(ExtractError, match="another thread extracts from this model on meta"):
-            with at_rest(model, "cpu"):
-                pass
-        assert model[0].weight.is_meta
-        proxy = weakref.proxy(model)
-        model.to = lambda device: proxy.to_empty(device=device)  # meta tensors cannot be copied back
-    assert not model[0].weight.is_meta
-    gone = weakref.ref(model[0])
-    del model
-    gc.collect()
-    assert gone() is None
-    broken = lin()
-    broken.to = lambda device: 1 / (device.type == "cpu")
-    with pytest.raises(ZeroDivisionError), at_rest(broken, "meta"):
-        pass
-    assert broken.training
-    assert not eval_mode._models
-    assert not eval_mode._modules
 
 
 # -- other models, other functions ------------------------------------------------------------------------
@@ -268,7 +184,7 @@ def test_a_complete_store_is_not_written_to(tmp_path, monkeypatch, stream):
         raise OSError(errno.EROFS, "Read-only file system")
         yield
 
-    monkeypatch.setattr(api.storage.Folder, "_written", refuse)
+    monkeypatch.setattr(storage.Folder, "_written", refuse)
     assert torch.equal(call()["0"][:], X)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.extract import jobs
-from torchhook._extract import writer as writer_module
 from torchhook._extract.api import extract
+from torchhook._features import shards
 from torchhook._features.api import open_features
 from torchhook._features.verify import verify
 from torchhook.errors import BrokenShardError, ExtractError, IncompleteStoreError
@@ -80,14 +80,14 @@ def test_a_read_only_folder_is_an_error_before_any_work(tmp_path):
 
 
 def test_an_error_of_a_writer_surfaces_and_other_shards_are_kept(tmp_path, monkeypatch):
-    real = writer_module.shards.encode
+    real = shards.encode
 
     def fail(tensors, metadata):
         if metadata["shard"] == "4":
             raise OSError(errno.EIO, "Input/output error")
         return real(tensors, metadata)
 
-    monkeypatch.setattr(writer_module.shards, "encode", fail)
+    monkeypatch.setattr(shards, "encode", fail)
     with pytest.raises(OSError, match="Input/output error"):
         do(tmp_path)
     assert "s000000003.safetensors" in jobs.store_bytes(tmp_path)
@@ -208,13 +208,13 @@ def test_rows_that_the_model_cannot_do_are_found_one_by_one(tmp_path, stream):
 def test_verify_finds_every_kind_of_damage_and_says_how_to_repair_it(tmp_path):
     do(tmp_path)
     whole = jobs.store_bytes(tmp_path)
-    shards = tmp_path / "shards"
-    (shards / "s000000001.safetensors").unlink()
+    folder = tmp_path / "shards"
+    (folder / "s000000001.safetensors").unlink()
     data = bytearray(whole["s000000003.safetensors"])
     data[-5] ^= 1
-    (shards / "s000000003.safetensors").write_bytes(data)
-    (shards / "s000000005.safetensors").write_bytes(whole["s000000005.safetensors"][:-40])
-    (shards / "s000000007.safetensors").write_bytes(whole["s000000008.safetensors"])
+    (folder / "s000000003.safetensors").write_bytes(data)
+    (folder / "s000000005.safetensors").write_bytes(whole["s000000005.safetensors"][:-40])
+    (folder / "s000000007.safetensors").write_bytes(whole["s000000008.safetensors"])
     report = verify(tmp_path)
     assert not report.ok
     assert {p.shard: p.kind for p in report.problems} == {1: "missing", 3: "altered", 5: "truncated", 7: "foreign"}
@@ -269,5 +269,5 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no feature store"):
         open_features(tmp_path)
     (tmp_path / "store.json").write_text("{}")
-    with pytest.raises(ExtractError, match="not the plan of a feature store"):
+    with pytest.raises(ExtractError, match="not the manifest of a feature store"):
         open_features(tmp_path)

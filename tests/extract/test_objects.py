@@ -12,7 +12,7 @@ import torch
 from tests.extract import jobs
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
-from torchhook._features.storage import place
+from torchhook._features.storage import locate
 from torchhook._features.verify import verify
 from torchhook.errors import IncompleteStoreError, StoreMismatchError
 
@@ -33,7 +33,7 @@ def check(url):
         assert torch.equal(features[name][[99, 0, 33, 34, 33]], expected[[99, 0, 33, 34, 33]])
     assert torch.equal(features.labels[:], torch.arange(100) % 7)
     assert verify(url).ok
-    where = place(url)
+    where = locate(url)
     whole = {name: where.read(name) for name in where.sizes("shards")}
     assert len(whole) == 4
     where.remove("shards/s000000001.safetensors")
@@ -98,7 +98,7 @@ def test_a_store_on_s3(s3):
 
 @pytest.mark.filterwarnings("ignore")
 def test_of_many_writers_on_s3_exactly_one_wins(s3):
-    where = place(s3)
+    where = locate(s3)
     won: list[int] = []
 
     def write(i):

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from torchhook._extract.fill import pieces
-from torchhook._extract.slabs import HostCopies, Slab
+from torchhook._extract.slabs import Slab
 from torchhook._extract.writer import Done, Writer
 from torchhook._features import shards
-from torchhook._features.manifest import Column, Plan
+from torchhook._features.manifest import ColumnSpec, Manifest
 from torchhook._features.storage import Folder
+from torchhook._features.store import Store
+from torchhook._values.host_copies import HostCopies
 
-PLAN = Plan(
-    columns=(Column("a", torch.float32, (2,)), Column("b", torch.int64, (), ragged=True)),
+MANIFEST = Manifest(
+    columns=(ColumnSpec("a", torch.float32, (2,)), ColumnSpec("b", torch.int64, (), ragged=True)),
     rows=None,
     rows_per_shard=4,
-    layers=("a", "b"),
+    sites=("a", "b"),
     model="m",
     transform="None",
     row_bytes=16,
@@ -47,8 +49,9 @@ def fill(slab: Slab, value: float, rows: int = 4) -> Slab:
 
 
 def test_without_a_free_slab_the_model_waits(tmp_path):
-    place = Slow(tmp_path)
-    writer = Writer(place, PLAN, slabs=3)
+    store = Store(tmp_path)
+    store.storage = slow = Slow(tmp_path)
+    writer = Writer(store, MANIFEST, slabs=3)
     for k in range(3):
         writer.submit(fill(writer.take(k), k))
     taken: list[Slab] = []
@@ -56,17 +59,17 @@ def test_without_a_free_slab_the_model_waits(tmp_path):
     thread.start()
     time.sleep(0.1)
     assert taken == []
-    place.go.set()
+    slow.go.set()
     thread.join(5)
     assert len(taken) == 1
     writer.submit(fill(taken[0], 3))
     writer.close()
-    assert len(place.sizes("shards")) == 4
+    assert len(store.sizes()) == 4
 
 
 def test_an_error_surfaces_in_the_next_take_and_in_close(tmp_path):
-    place = Folder(tmp_path)
-    writer = Writer(place, PLAN)
+    store = Store(tmp_path)
+    writer = Writer(store, MANIFEST)
     slab = fill(writer.take(0), float("nan"))
     writer.submit(slab)
     time.sleep(0.5)
@@ -74,22 +77,22 @@ def test_an_error_surfaces_in_the_next_take_and_in_close(tmp_path):
         writer.take(1)
     with pytest.raises(RuntimeError, match="NaN in 4 rows"):
         writer.close()
-    assert place.sizes("shards") == {}
+    assert store.sizes() == {}
 
 
 def test_what_someone_else_committed_is_left_alone(tmp_path):
-    place = Folder(tmp_path)
-    place.create(shards.name_of(0), [b"theirs"])
+    store = Store(tmp_path)
+    store.storage.create(shards.name_of(0), [b"theirs"])
     done: list[Done] = []
-    writer = Writer(place, PLAN, done=done.append)
+    writer = Writer(store, MANIFEST, done=done.append)
     writer.submit(fill(writer.take(0), 1.0))
     writer.close()
     assert [d.ours for d in done] == [False]
-    assert place.read(shards.name_of(0)) == b"theirs"
+    assert store.storage.read(shards.name_of(0)) == b"theirs"
 
 
 def test_a_ragged_column_grows_forgets_and_leaves_skipped_rows_empty():
-    slab = Slab(PLAN.columns, 4, 1, pin=False).begin(0)
+    slab = Slab(MANIFEST.columns, 4, 1, pin=False).begin(0)
     copies, column = HostCopies(), slab.columns["b"]
     column.put(0, torch.arange(50), [20, 30], copies)
     column.put(1, torch.arange(3), [3], copies)  # the second row once more
@@ -104,13 +107,12 @@ def test_a_ragged_column_grows_forgets_and_leaves_skipped_rows_empty():
 
 
 def test_a_short_last_shard_holds_only_its_rows(tmp_path):
-    place = Folder(tmp_path)
-    writer = Writer(place, PLAN)
+    store = Store(tmp_path)
+    writer = Writer(store, MANIFEST)
     writer.submit(fill(writer.take(0), 1.0, rows=3))
     writer.close()
     name = shards.name_of(0)
-    size = place.sizes("shards")[name]
-    header = shards.check(name, lambda a, b: place.read(name, a, b), size)
+    header = shards.check(name, lambda a, b: store.storage.read(name, a, b), store.sizes()[0])
     assert header.entries["a"]["shape"] == [3, 2]
     assert header.entries["b:offsets"]["shape"] == [4]
     assert header.metadata["rows"] == "3"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from torchhook._features import storage
-from torchhook._features.storage import Folder, place
+from torchhook._features.storage import Folder, locate
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
@@ -18,7 +18,7 @@ def somewhere(request, tmp_path):
     url = {"folder": str(tmp_path / "a"), "file": f"file://{tmp_path}/b", "memory": f"memory://{tmp_path.name}"}
     if request.param == "memory":
         pytest.importorskip("fsspec")
-    return place(url[request.param])
+    return locate(url[request.param])
 
 
 def test_what_is_created_is_read_back(somewhere):

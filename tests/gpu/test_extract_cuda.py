@@ -94,8 +94,19 @@ def test_a_model_on_the_cpu_visits_the_device_and_comes_back() -> None:
     model, x = Nasty(256, 6).eval(), torch.randn(256, 256)
     known = of_model(model)
     with tempfile.TemporaryDirectory() as folder:
-        extract(model, x, NAMES, folder, device="cuda", batch_size=64, progress=False)
+        extract(model, x, NAMES, folder, run_on="cuda", batch_size=64, progress=False)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         features = open_features(folder)
         assert torch.allclose(features["layers.0"][:], model.layers[0](x), atol=1e-2)
-        assert of_model(model) == known == of_model(Nasty.cuda(model)) == features.plan.model
+        assert of_model(model) == known == of_model(Nasty.cuda(model)) == features.manifest.model
+
+
+def test_buffers_of_a_model_that_moved_are_the_same_objects_afterwards() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), torch.randn(64, 8)
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    with tempfile.TemporaryDirectory() as folder:
+        features = extract(model, x, "1", folder, run_on="cuda", batch_size=16, progress=False)
+        assert torch.allclose(features["1"][:], model.eval()(x), atol=1e-2)
+    assert all(buffer is before[name][0] for name, buffer in model.named_buffers())
+    assert all(torch.equal(buffer, before[name][1]) for name, buffer in model.named_buffers())

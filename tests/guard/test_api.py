@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import pickle
 import warnings
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tests.guard.faults import FAULTS, Apply, around, one_zero, ones
+from tests.oracle import warned
 from torchhook._guard.api import guard
 from torchhook.errors import GuardWarning, NeverRanWarning, TorchHookError
 
@@ -24,6 +27,33 @@ def test_warn_warns_once_for_each_site() -> None:
     assert [w.category for w in seen] == [GuardWarning]
     assert "'1/log#0' made 2 -Inf" in str(seen[0].message)
     assert g.findings[0].times == 3
+
+
+class Logs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()  # this line
+
+
+class Roots(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x).sqrt()
+
+
+def test_a_warning_points_at_the_users_line_forward_and_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    logs, model = nn.Sequential(nn.Identity(), Logs()), nn.Sequential(Roots(), nn.Identity())
+    with warned() as seen:
+        with guard(logs, action="warn"):
+            logs(-torch.ones(2))
+        with guard(model, action="warn"):
+            model(x).sum().backward()  # this one too
+        with guard(model):
+            pass  # and the end of this block
+    assert [w.category for w in seen] == [GuardWarning, GuardWarning, NeverRanWarning]
+    assert {w.filename for w in seen} == {__file__}
+    lines = [linecache.getline(__file__, w.lineno) for w in seen]
+    assert "# this line" in lines[0]
+    assert "# this one too" in lines[1]
 
 
 def test_the_error_is_an_arithmetic_error_and_pickles() -> None:

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
-from tests.guard.faults import FAULTS, around, ones
+import torchhook as th
+from tests.guard.faults import FAULTS, Apply, around, ones
 from torchhook._guard.api import guard
 from torchhook._recording.address import Site
 from torchhook.errors import GuardError
@@ -55,6 +57,36 @@ def test_a_weight_is_shown_with_its_first_user() -> None:
     assert finding.used_by == Site("1.0", "linear", 0)
     assert {s.name: s.nan for s in finding.weights} == {"1.0.weight": 1, "1.0.bias": 0}
     assert str(finding).startswith("parameter '1.0.weight' already holds 1 NaN; '1.0/linear#0' was the first to use it")
+
+
+def test_sites_of_a_finding_are_strings_that_know_their_parts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    nn.init.constant_(model[0].bias, math.nan)
+    with guard(model, action="record") as g:
+        model(ones())
+    (finding,) = g.findings
+    assert finding.site == "0.bias"
+    assert finding.used_by == "0/linear#0"
+    assert (finding.used_by.path, finding.used_by.op, finding.used_by.call) == ("0", "linear", 0)
+    assert all(type(line) is str for line in finding.stack)
+    assert {finding.site: 1}["0.bias"] == 1
+
+
+def test_a_finding_prints_as_a_story_and_lists_as_a_line() -> None:
+    model = Apply(lambda x: x.log())
+    with guard(model, action="record") as g:
+        for _ in range(2):
+            model(torch.tensor([0.0, 1.0]))
+    assert repr(g.findings) == "[<Finding: '(model)/log#0' made 1 -Inf out of finite inputs. 2 times.>]"
+    assert str(g.findings[0]).splitlines() == [
+        "'(model)/log#0' made 1 -Inf out of finite inputs.",
+        "  in the forward pass of run 0, inside model (Apply)",
+        "  input: 0 (2,) float32: min 0, max 1, mean 0.5, std 0.5, all finite",
+        "  output (2,) float32: min 0, max 0, mean 0, std 0, 1 -Inf",
+        "  To see the values: th.capture(model, '(model)/log', '(model)/log:input').",
+    ]
+    _, rec = th.run(model, torch.tensor([2.0]), capture=["(model)/log", "(model)/log:input"])  # as it says
+    assert rec["/log:input"].item() == 2.0
 
 
 def test_a_gradient_is_shown_with_what_came_in_and_what_was_kept() -> None:

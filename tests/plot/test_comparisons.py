@@ -52,13 +52,13 @@ def test_sites_without_a_number_are_crosses() -> None:
         plot.diff(Diff([]))
 
 
-def test_a_sweep_is_a_heat_map_of_the_normalised_effect() -> None:
+def test_a_sweep_is_a_heat_map_of_the_normalized_effect() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), "*", torch.sum, progress=False)
+    result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), torch.sum, sites="*", progress=False)
     figure = plot.sweep(result)
     (image,) = figure.axes[0].images
-    np.testing.assert_allclose(image.get_array(), result.normalised.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(image.get_array(), result.normalized.numpy(), rtol=1e-6)
     assert image.norm.vmin == -image.norm.vmax
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["0", "1", "2"]
 
@@ -76,8 +76,8 @@ def test_positions_can_have_names(result: Sweep) -> None:
         plot.sweep(result, tokens=["the", "cat"])
 
 
-def test_a_position_that_is_not_there_is_grey(result: Sweep) -> None:
-    (image,) = plot.sweep(result, normalised=False).axes[0].images
+def test_a_position_that_is_not_there_is_gray(result: Sweep) -> None:
+    (image,) = plot.sweep(result, normalized=False).axes[0].images
     assert np.isnan(np.asarray(image.get_array())[0, 2]) or np.ma.is_masked(image.get_array())
     red, green, blue, _ = image.cmap(np.ma.masked_invalid([math.nan]))[0]
     assert max(red, green, blue) - min(red, green, blue) < 0.05

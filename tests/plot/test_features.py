@@ -32,7 +32,7 @@ def test_the_mean_map_is_the_second_seeds_picture() -> None:
         model(x)
     (picture,) = pictures(feature_maps(recording, "0", reduce="mean"))
     found = picture.cmap(picture.norm(picture.get_array()))
-    # Both go through float32 arithmetic of their own: a value on the edge of a colour may fall to either side.
+    # Both go through float32 arithmetic of their own: a value on the edge of a color may fall to either side.
     assert np.abs(found - expected).max() < 0.02
 
 
@@ -87,7 +87,7 @@ def test_an_outlier_does_not_wash_out_the_rest() -> None:
     assert picture.norm.vmax < 1.01
 
 
-def test_nan_has_a_colour_of_its_own_and_is_said() -> None:
+def test_nan_has_a_color_of_its_own_and_is_said() -> None:
     x = torch.rand(1, 2, 4, 4)
     x[0, 0, 0, 0] = torch.nan
     figure = feature_maps(x)

@@ -15,11 +15,9 @@ from torchhook.plot.values import (
     first,
     flaws,
     limits,
-    looks_channels_last,
     maps,
     number,
     one,
-    token_grid,
     values,
 )
 from torchhook.types import Recording
@@ -129,6 +127,7 @@ def test_of_a_nested_value_the_first_floating_point_tensor_counts() -> None:
     assert found is not None
     assert found.shape == (3,)
     assert first("text") is None
+    assert first(torch.zeros(2, dtype=torch.uint8).view(torch.bits8)) is None
 
 
 def test_values_come_by_site_and_call() -> None:
@@ -156,7 +155,7 @@ def test_limits_leave_out_outliers_and_are_never_empty() -> None:
     assert limits(np.full(5, 2.0)) == (1.5, 2.5)
     assert limits(np.full(5, np.nan)) == (0.0, 1.0)
     assert limits(np.array([np.inf, 0.0, 1.0]), clip=0) == (0.0, 1.0)
-    assert limits(np.array([-1.0, 3.0]), clip=0, centre=True) == (-3.0, 3.0)
+    assert limits(np.array([-1.0, 3.0]), clip=0, center=True) == (-3.0, 3.0)
     mostly_zero = np.zeros(1000)
     mostly_zero[0] = 4.0
     assert limits(mostly_zero) == (0.0, 4.0)
@@ -168,18 +167,6 @@ def test_flaws_are_named() -> None:
     assert flaws(np.array([np.nan, 1.0, 2.0, 3.0])) == "25% NaN"
     assert flaws(np.array([np.inf, 1.0, 2.0, 3.0])) == "25% Inf"
     assert flaws(np.append(np.arange(999.0), np.nan)) == "1 NaN"
-
-
-def test_only_grids_of_seven_by_seven_and_more_are_taken_for_images() -> None:
-    assert [token_grid(n) for n in (49, 50, 197, 201, 16, 9, 60)] == [
-        (7, 7),
-        (7, 7),
-        (14, 14),
-        (14, 14),
-        None,
-        None,
-        None,
-    ]
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 128), (64, 32, 64), (32, 32, 96), (3, 8, 64), (12, 12, 12)])
@@ -212,8 +199,8 @@ def test_whole_numbers_are_those_of_numpy_and_torch_too() -> None:
         chosen([0.5], 3, "heads")
 
 
-def test_only_a_square_with_many_channels_looks_like_channels_last() -> None:
-    assert looks_channels_last((28, 28, 192))
-    assert looks_channels_last((8, 7, 7, 768))
-    for shape in ((64, 64, 128), (64, 32, 32), (3, 8, 64), (96, 7, 7), (5, 5)):
-        assert not looks_channels_last(shape)
+def test_a_signal_that_is_said_to_have_its_channels_first_is_no_image() -> None:
+    x = numbered(1, 49, 20)
+    found = maps(recorded(x), layout="channels_first")
+    np.testing.assert_array_equal(found.array, x.numpy())
+    assert (found.flat, found.note) == (True, "channels × places")

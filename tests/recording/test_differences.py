@@ -197,14 +197,14 @@ def test_names_are_mapped_by_path_prefix_address_or_function() -> None:
     a = recording(("stem", x), ("layer1.0.conv", x * 2), ("relu", x * 3), ("relu", x * 4), ("drop", x))
     b = recording(("first", x), ("blocks.0.conv", x * 2), ("act1", x * 3), ("act2", x * 4))
     names = {"stem": "first", "layer1": "blocks", "relu#0": "act1", "relu#1": "act2", "drop": None}
-    diff = compare(a, b, map=names)
+    diff = compare(a, b, names=names)
     assert diff.ok, diff
     assert [row.other for row in diff] == ["first", "blocks.0.conv", "act1", "act2"]
 
     def rename(path: str) -> str | None:
         return None if path in ("relu", "drop") else path.replace("stem", "first").replace("layer1", "blocks")
 
-    diff = compare(a, b, map=rename)
+    diff = compare(a, b, names=rename)
     assert [(row.site, row.status) for row in diff][:2] == [("stem", "same"), ("layer1.0.conv", "same")]
     assert [row.site for row in diff.missing] == ["act1", "act2"]
 
@@ -213,20 +213,42 @@ def test_the_longest_prefix_counts_and_ports_go_along() -> None:
     x = torch.ones(1)
     a = recording(("h.0.mlp:input", x), ("h.0.attn", x + 1))
     b = recording(("blocks.0.mlp:input", x), ("attention", x + 1))
-    assert compare(a, b, map={"h": "blocks", "h.0.attn": "attention"}).ok
+    assert compare(a, b, names={"h": "blocks", "h.0.attn": "attention"}).ok
 
 
 def test_a_map_that_names_nothing_is_refused_with_the_closest_name() -> None:
     rec = recording(("layer1", torch.ones(1)))
-    with pytest.raises(MissingRecordError, match=r"map: 'layr1' names no site of A\. Closest: 'layer1'"):
-        compare(rec, rec, map={"layr1": "x"})
-    with pytest.raises(TypeError, match="map is a dict"):
-        compare(rec, rec, map=["layer1"])  # type: ignore[arg-type]
+    with pytest.raises(MissingRecordError, match=r"names: 'layr1' is no site of A\. Closest: 'layer1'"):
+        compare(rec, rec, names={"layr1": "x"})
+    with pytest.raises(TypeError, match="names= is a dict"):
+        compare(rec, rec, names=["layer1"])  # type: ignore[arg-type]
 
 
-def test_an_empty_recording_is_refused() -> None:
-    with pytest.raises(MissingRecordError, match="recording B is empty"):
+def test_an_empty_recording_is_refused_with_what_to_do() -> None:
+    with pytest.raises(MissingRecordError, match=r"recording B is empty: .* inside the with block of th\.capture"):
         compare(recording(("x", 1)), Recording())
+    with pytest.raises(MissingRecordError, match="recording A of Net is empty"):
+        compare(Recording("Net"), recording(("x", 1)))
+    silent = Recording("Net")
+    silent.missing[""] = "the model never ran."
+    with pytest.raises(MissingRecordError, match=r"A of Net is empty: '\(model\)' never ran: the model never ran\."):
+        compare(silent, recording(("x", 1)))
+
+
+def test_the_model_itself_is_read_and_named_as_it_is_printed() -> None:
+    x = torch.ones(1)
+    a, b = recording(("fc", x), (":input", x), ("", x)), recording(("fc", x), ("net:input", x), ("net", x))
+    for key in ("(model)", ""):
+        diff = compare(a, b, names={key: "net"})
+        assert diff.ok
+    assert diff["(model)"] is diff[""]
+    assert diff["(model):input"] is diff[":input"]
+    printed = [line.split()[:2] for line in str(diff).splitlines()[4:]]
+    assert printed == [["(model):input", "net:input"], ["(model)", "net"]]
+    assert compare(b, a, names={"net": "(model)"}).ok
+    assert compare(b, a, names=lambda path: "(model)" if path == "net" else path).ok
+    with pytest.raises(MissingRecordError, match=r"names: '' is no site of A|names: '\(model\)' is no site of A"):
+        compare(recording(("fc", x)), b, names={"(model)": "net"})
 
 
 def test_a_diff_is_read_by_address_and_by_column() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +287,7 @@ def test_clear_forgets_the_records_and_keeps_the_sites_open(rec: Recording) -> N
         lambda r: r.records(),
         lambda r: list(r.items()),
         lambda r: list(r.values()),
-        lambda r: r.summary(),
+        lambda r: r.table(),
         lambda r: repr(r),
     ],
 )
@@ -371,6 +374,32 @@ def test_one_positional_argument_is_itself_and_anything_else_has_args_and_kwargs
         assert tree.describe(found) == tree.describe(args[0])
 
 
+# -- copies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("travel", [lambda r: pickle.loads(pickle.dumps(r)), copy.deepcopy], ids=["pickle", "copy"])
+def test_a_copy_holds_what_was_kept_so_far_and_fills_by_itself(rec: Recording, travel: Any) -> None:
+    rec.wait_with(lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = travel(rec)
+    assert str(again) == str(rec)
+    assert [(r.site, r.call, r.order) for r in again.records()] == [(r.site, r.call, r.order) for r in rec.records()]
+    before = len(rec.all("conv"))
+    again.open_store(Site("conv")).put((7, next(again.order), torch.zeros(1)))
+    assert len(rec.all("conv")) == before
+    assert again.records()[-1].call == 7
+
+
+def test_the_copy_of_a_ring_buffer_is_one() -> None:
+    rec = Recording()
+    for call in range(5):
+        rec.open_store(Site("x"), 2).put((call, next(rec.order), call))
+    again = copy.deepcopy(rec)
+    again.open_store(Site("x")).put((5, next(again.order), 5))
+    assert (rec.all("x"), again.all("x")) == ([3, 4], [4, 5])
+
+
 # -- showing ---------------------------------------------------------------------------------------
 
 GOLDEN = """\
@@ -383,7 +412,7 @@ fc:input      1  (3,)    float32  cpu     12 B"""
 
 
 def test_a_recording_prints_as_a_table(rec: Recording) -> None:
-    assert str(rec) == repr(rec) == str(rec.summary()) == GOLDEN
+    assert str(rec) == repr(rec) == str(rec.table()) == GOLDEN
 
 
 def test_the_table_tells_of_different_shapes_other_threads_and_sites_that_never_ran() -> None:

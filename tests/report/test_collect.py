@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from tests.report.nets import Broken, Photo, Text
 from torchhook._report.collect import collect
 from torchhook._report.facts import Layer, Page
-from torchhook._report.inputs import _pixels
+from torchhook._values.tree import Inputs
 
 X = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([[3, 7, 7, 1, 9]])
@@ -166,6 +167,46 @@ def test_a_function_of_a_batch_has_no_map_and_the_page_says_so() -> None:
     assert "No class activation map: the target is a function of the whole batch" in page.notes[0]
 
 
+def test_a_function_of_each_sample_has_the_map_of_the_first() -> None:
+    model = Photo().eval()
+    asked = collect(model, X, target=lambda output: output[:, 1])
+    known = collect(model, X, target=1).picture
+    assert asked.picture is not None
+    assert known is not None
+    assert asked.picture.overlay == known.overlay != ""
+    assert not asked.notes
+
+
+@pytest.mark.parametrize("inputs", [X, (X,), {"x": X}, Inputs((), {"x": X})], ids=["one", "tuple", "dict", "both"])
+def test_inputs_are_given_as_everywhere(inputs: Any) -> None:
+    page = collect(Photo().eval(), inputs, repeats=1)
+    assert page.layers[0].calls[0].shape == "(2, 5)"
+    assert page.picture is not None
+    assert page.picture.overlay
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_report_says_in_which_mode_the_model_ran(train: bool) -> None:
+    modes: list[bool] = []
+    model = Photo().train(not train)
+    model.stem[0].register_forward_hook(lambda module, args, output: modes.append(module.training))
+    page = collect(model, X, train=train, cam=None, attention=False, repeats=1)  # maps are those of evaluation mode
+    assert set(modes) == {train}
+    assert dict(page.about)["mode"] == ("train" if train else "eval")
+    assert model.training is not train
+
+
+def test_an_image_in_place_of_the_input_is_whatever_is_one() -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    white = np.full((9, 11, 3), 255, np.uint8)
+    shown = [
+        collect(nn.Flatten(), torch.zeros(1, 4), image=image, repeats=1).picture
+        for image in (white, torch.from_numpy(white), torch.ones(3, 9, 11), pillow.fromarray(white), np.ones((9, 11)))
+    ]
+    assert [picture and (picture.width, picture.height) for picture in shown] == [(11, 9)] * 5
+    assert len({picture and picture.uri for picture in shown}) == 1
+
+
 def test_the_caption_names_the_class_where_the_score_is_none() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1))
     page = collect(model.eval(), X[:1])
@@ -182,13 +223,6 @@ def test_a_method_that_is_not_known_is_refused_before_anything_runs() -> None:
     model.register_forward_pre_hook(run)
     with pytest.raises(ValueError, match="method='foo' is not known"):
         collect(model, X, cam="foo")
-
-
-@pytest.mark.parametrize(("top", "lightest"), [(1.0, 255), (8.0, 255), (2.0, 255), (200.0, 200), (3000.0, 255)])
-def test_an_input_of_any_positive_scale_is_an_image(top: float, lightest: int) -> None:
-    ramp = torch.linspace(0, top, 64).reshape(1, 8, 8)
-    assert _pixels(ramp).max() == lightest
-    assert _pixels(ramp).min() == 0
 
 
 def test_time_is_measured_for_every_layer_that_ran_and_parents_take_longer() -> None:
@@ -303,6 +337,23 @@ def test_odd_values_do_not_stop_a_report(model: nn.Module, x: Tensor) -> None:
     page = collect(model, x)
     assert page.layers[0].ran == 1
     assert page.layers[0].calls[0].shape
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_ragged_values_have_no_pictures_and_do_not_stop_a_report(gradients: bool) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            ragged = self.inside(torch.nested.as_nested_tensor([x[0], x[1, :3]]))
+            return torch.nested.to_padded_tensor(ragged, 0.0).mean(1)
+
+    page = collect(Ragged(), torch.rand(2, 6, 8), gradients=gradients, repeats=1)
+    (call,) = layer(page, "inside").calls
+    assert (call.shape, call.maps) == ("(2, ragged)", None)
 
 
 def test_an_input_made_in_inference_mode_can_be_reported_on() -> None:

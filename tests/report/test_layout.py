@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torchhook._report.collect import collect
 from torchhook._report.facts import Call, Page
-from torchhook._report.layout import channels_first, maps_of
 
 
 def call(page: Page, path: str) -> Call:
@@ -72,9 +71,35 @@ def test_a_signal_has_its_channels_first() -> None:
     assert value.channels == 6
 
 
-def test_what_is_known_counts_more_than_the_shape() -> None:
-    value = torch.rand(1, 7, 7, 96)
-    assert maps_of(value, last=False).shape == (7, 7, 96)  # type: ignore[union-attr]
-    assert channels_first(value, last=False).shape == (7, 7 * 96)  # type: ignore[union-attr]
-    assert maps_of(torch.rand(1, 4, 7, 7, 96)).shape == (96, 7, 7)  # type: ignore[union-attr]
-    assert maps_of(torch.rand(1, 64, 64, 128)).shape == (64, 64, 128)  # type: ignore[union-attr]
+class Patches(nn.Module):
+    """A class token and the patches of an image that is not square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Conv2d(3, 8, 16, 16)
+        self.mark = nn.Identity()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        tokens = self.mark(torch.cat([tokens.new_zeros(len(x), 1, 8), tokens], 1))
+        return self.head(tokens.mean(1))
+
+
+@pytest.mark.parametrize(("size", "grid"), [((96, 64), (6, 4)), ((64, 64), (4, 4))])
+def test_tokens_are_laid_out_on_the_grid_of_the_image(size: tuple[int, int], grid: tuple[int, int]) -> None:
+    # 6 × 4 patches and a class token are 25, which is a square and not one.
+    page = collect(Patches().eval(), torch.randn(1, 3, *size), cam=None, repeats=1)
+    maps = call(page, "mark").maps
+    assert maps is not None
+    assert (maps.height, maps.width) == grid
+    assert "all 8 channels" in maps.what
+
+
+def test_a_pool_says_where_the_channels_are() -> None:
+    # 8 × 8 × 64 looks like channels last, and is what a pooling layer gave of 8 channels.
+    model = nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (16, 128)), nn.MaxPool2d(2)).eval()
+    value = call(collect(model, torch.rand(1, 8, 32, 64), cam=None, repeats=1), "2").value
+    assert value is not None
+    assert value.channels == 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchhook._report.measure import BINS, dead_channels, numbers, rms
+from torchhook._report.measure import BINS, dead_channels, numbers
 
 
 def test_statistics_are_those_of_numpy() -> None:
@@ -80,15 +80,10 @@ def test_dead_features_of_tokens_are_found_in_the_last_dim() -> None:
     assert dead_channels(tokens) == (1, 5)
 
 
-def test_rms_of_nothing_is_nothing() -> None:
-    assert rms(torch.tensor([3.0, -3.0])) == pytest.approx(3.0, rel=1e-12)
-    assert rms(None) is None
-    assert rms(torch.tensor([float("nan")])) is None
-
-
-@pytest.mark.parametrize("value", [1e25, 1e-25, 3.0])
-def test_rms_has_room_for_squares(value: float) -> None:
-    assert rms(torch.full((9,), value)) == pytest.approx(value, rel=1e-6)
+def test_the_histogram_of_the_widest_range_counts_all() -> None:
+    found = numbers(torch.tensor([-3e38, -1.0, 1.0, 3e38]))
+    assert found is not None
+    assert (found.counts[0], found.counts[-1], sum(found.counts)) == (1, 1, 4)
 
 
 def test_the_histogram_of_a_large_constant_counts_all() -> None:

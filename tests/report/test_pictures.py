@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchhook._report import pictures
-from torchhook._report.layout import maps_of
+from torchhook._values.layout import guess
 
 pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
 
@@ -27,7 +27,7 @@ def test_the_lowest_value_is_dark_and_the_highest_light() -> None:
     assert image.getpixel((3, 3)) == (0xFD, 0xE7, 0x25)
 
 
-def test_what_is_not_finite_has_a_colour_of_its_own() -> None:
+def test_what_is_not_finite_has_a_color_of_its_own() -> None:
     maps = torch.rand(1, 3, 3)
     maps[0, 1, 1] = float("nan")
     image = decoded(pictures.sprite(maps, ["a"], "", 56).uri).convert("RGB")
@@ -49,13 +49,13 @@ def test_the_channels_that_vary_most_are_shown_first() -> None:
     value = torch.zeros(1, 4, 8, 8)
     value[0, 2] = torch.randn(8, 8) * 5
     value[0, 1] = torch.randn(8, 8)
-    made = pictures.feature_maps(value, False, 2, 56)
+    made = pictures.feature_maps(value, guess(value.shape), 2, 56)
     assert made is not None
     assert made.labels == ["mean", "channel 2", "channel 1"]
 
 
 def test_large_maps_are_made_smaller_and_keep_their_shape() -> None:
-    made = pictures.feature_maps(torch.rand(1, 3, 200, 100), False, 3, 56)
+    made = pictures.feature_maps(torch.rand(1, 3, 200, 100), guess((1, 3, 200, 100)), 3, 56)
     assert made is not None
     assert (made.width, made.height) == (28, 56)
 
@@ -64,29 +64,13 @@ def test_large_maps_are_made_smaller_and_keep_their_shape() -> None:
     "shape", [(1, 7), (2, 5, 9), (3, 8, 1, 1), (1, 4, 6, 6), (1, 2, 3, 6, 6), (12,), (1, 8, 8, 32)]
 )
 def test_every_shape_has_a_picture(shape: tuple[int, ...]) -> None:
-    made = pictures.feature_maps(torch.rand(shape), False, 4, 28)
+    made = pictures.feature_maps(torch.rand(shape), guess(shape) if len(shape) > 2 else None, 4, 28)
     if shape == (3, 8, 1, 1):
         assert made is None
         return
     assert made is not None
     rows = -(-len(made.labels) // made.columns)
     assert decoded(made.uri).size == (made.columns * made.width, rows * made.height)
-
-
-def test_patches_of_an_image_become_a_grid_without_the_class_token() -> None:
-    tokens = torch.zeros(1, 10, 4)
-    tokens[0, 1:, 0] = torch.arange(9.0)
-    maps = maps_of(tokens, patches=True)
-    assert maps is not None
-    assert torch.equal(maps[0], torch.arange(9.0).reshape(3, 3))
-    assert maps_of(tokens, patches=False) is None
-
-
-def test_channels_last_is_recognised() -> None:
-    value = torch.rand(1, 7, 7, 96)
-    maps = maps_of(value)
-    assert maps is not None
-    assert torch.equal(maps[5], value[0, :, :, 5])
 
 
 def test_heads_come_with_their_mean() -> None:
@@ -107,8 +91,8 @@ def test_the_mean_is_not_finite_where_no_channel_is() -> None:
     value = torch.rand(1, 4, 3, 3)
     value[:, :, 0, 0] = float("nan")
     value[0, 1, 2, 2] = float("inf")
-    image = decoded(pictures.feature_maps(value, False, 4, 56).uri).convert("RGB")  # type: ignore[union-attr]
+    image = decoded(pictures.feature_maps(value, guess(value.shape), 4, 56).uri).convert("RGB")  # type: ignore[union-attr]
     assert image.getpixel((0, 0)) == (255, 0, 128)
     assert image.getpixel((2, 2)) != (255, 0, 128)
-    nothing = pictures.feature_maps(torch.full((1, 4, 3, 3), float("nan")), False, 4, 56)
+    nothing = pictures.feature_maps(torch.full((1, 4, 3, 3), float("nan")), guess(value.shape), 4, 56)
     assert decoded(nothing.uri).convert("RGB").getpixel((1, 1)) == (255, 0, 128)  # type: ignore[union-attr]

@@ -56,3 +56,26 @@ def test_shares_are_a_softmax_with_the_names_that_were_given() -> None:
     found = likely(torch.tensor([[0.0, 0.0, 100.0]]), ["a", "b", "c"], 1)
     assert found == [("c (2)", pytest.approx(1.0))]
     assert likely(torch.tensor([[float("nan"), 1.0]]), None) == []
+
+
+def test_a_function_may_return_a_number_for_each_sample() -> None:
+    def first(output: torch.Tensor) -> torch.Tensor:
+        return output[:, 0]
+
+    found = score(LOGITS, first, examples=2)
+    assert (float(found.value), found.text, found.each) == (2.0, "first(output), summed over the batch", True)
+    assert not score(LOGITS, torch.sum, examples=2).each
+
+
+def test_each_sample_may_have_a_class_of_its_own() -> None:
+    found = score(LOGITS, [2, 0])
+    assert (float(found.value), found.label) == (3.0, 2)
+    assert found.text == "each sample's own class, summed over the batch"
+    assert score(LOGITS[:1], [2]).text == "class 2"
+
+
+def test_one_number_is_a_class_where_it_is_asked_for() -> None:
+    one = torch.tensor([[3.0]])
+    assert score(one, None).text == "the mean square of the output"
+    assert score(one, 0) == (3.0, "class 0", 0, True)
+    assert likely(one, None) == []

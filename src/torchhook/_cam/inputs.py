@@ -13,7 +13,7 @@ from torchhook._values.tree import Inputs
 
 
 class Subject(NamedTuple):
-    """The inputs of a model, with the place of the image (or signal, volume, token ids) whose map is wanted."""
+    """The inputs of a model, with the address of the image (or signal, volume, token ids) whose map is wanted."""
 
     inputs: Inputs
     address: str
@@ -26,7 +26,7 @@ class Subject(NamedTuple):
         return image
 
     def copies(self, example: int, count: int, image: Tensor | None = None) -> Inputs:
-        """``count`` times one example; ``image`` takes the image's place."""
+        """``count`` times one example; ``image`` instead of its own."""
 
         def repeat(tensor: Tensor) -> Tensor:
             if not tensor.dim() or tensor.shape[0] != self.examples:
@@ -39,9 +39,9 @@ class Subject(NamedTuple):
         return repeated
 
 
-def subject(x: Any) -> Subject:
+def subject(given: Any) -> Subject:
     """Find the image: the floating-point tensor batch × channels × size with most dimensions, else the token ids."""
-    inputs = calling.arguments(x)
+    inputs = calling.arguments(given)
     # Fresh, plain tensors: the caller may be in inference mode, and autograd does not take inference tensors.
     inputs = tree.map_tensors(lambda tensor: tensor.detach().clone(), inputs)
     found = [(address, leaf) for address, leaf in tree.leaves(inputs) if isinstance(leaf, Tensor)]
@@ -54,8 +54,8 @@ def subject(x: Any) -> Subject:
     else:
         raise TypeError(
             f"a class activation map needs an input of batch × channels × size, or token ids of batch × length; "
-            f"found {tree.describe(x)}."
+            f"found {tree.describe(given)}."
         )
     if not image.numel():
-        raise ValueError(f"a class activation map needs an example, and the batch is empty: {tree.describe(x)}.")
+        raise ValueError(f"a class activation map needs an example, and the batch is empty: {tree.describe(given)}.")
     return Subject(inputs, address, tuple(image.shape[2 if images else 1 :]), image.shape[0])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._cam.inputs import Subject
-from torchhook._cam.layout import Layout, infer
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.select import Target
@@ -25,28 +24,19 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
 from torchhook._values import tree
+from torchhook._values.layout import Grids, Layout, infer
 from torchhook.errors import LayoutError, SelectorError
 
 # Layers that only pass on, thin out or mix what another layer made. Convolutions and activations are never named so.
 _PASSIVE = re.compile(r"pool|drop|identity|flatten|permute|linear|softmax|embed|conv1d", re.IGNORECASE)
 
 
-class Grids:
-    """The grids on which a model's layers gave channels-first maps: what tokens may be laid out on."""
-
-    def __init__(self, dimensions: int) -> None:
-        self._dimensions = dimensions
-        self.seen: dict[tuple[int, ...], None] = {}
-
-    def watch(self, session: Session) -> None:
-        kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        for module in session.index.distinct.values():
-            if isinstance(module, kinds):
-                session.look(Target(Site(session.index.names(module)[0]), module), self._look)
-
-    def _look(self, value: Any, call: int) -> None:
-        if isinstance(value, Tensor) and value.dim() == self._dimensions + 2:
-            self.seen[tuple(value.shape[2:])] = None
+def watch_grids(grids: Grids, session: Session) -> Grids:
+    """See the grids of the convolutions; before anything else looks at them."""
+    for module in filter(grids.concern, session.index.distinct.values()):
+        site = Site(session.index.names(module)[0])
+        session.look(Target(site, module), lambda value, call: grids.see(value))
+    return grids
 
 
 def map_leaf(value: Any) -> str | None:
@@ -58,8 +48,7 @@ def map_leaf(value: Any) -> str | None:
 def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[Any], Tensor]) -> str:
     """The address of the layer to look at."""
     session = Session(model, index=index, warn=False)
-    grids = Grids(len(subject.size))
-    grids.watch(session)
+    grids = watch_grids(Grids(len(subject.size)), session)
     ended: list[Site] = []
     alive: set[Site] = set()
 

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from torchhook._cam.inputs import Subject
-from torchhook._cam.layout import Layout
 from torchhook._cam.methods import ablationcam_weights, scorecam_weights
 from torchhook._cam.result import stretch, upsample
-from torchhook._cam.targets import Scores
 from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._values import tree
+from torchhook._values.layout import Layout
+from torchhook._values.targets import Scores
 
 Trial = Callable[[int, Tensor], Tensor]
 """Takes an example and some of its channels, returns a score for each."""
@@ -43,12 +43,12 @@ def ablation_weights(
     subject: Subject,
     score: Scores,
     before: Tensor,
-    place: tuple[Layout, str],
+    layout: Layout,
+    leaf: str,
     maps: Tensor,
     chunks: Chunks,
 ) -> Tensor:
     """The weights of Ablation-CAM: each channel is set to zero where it passes."""
-    layout, leaf = place
 
     def trial(example: int, channels: Tensor) -> Tensor:
         def without(value: Tensor) -> Tensor:

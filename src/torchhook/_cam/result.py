@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchhook._recording.address import Site
+
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 _ROUNDING = 32  # units in the last place: what convolving and resizing a constant leaves behind
 
@@ -22,8 +24,8 @@ class CAM:
     """Batch × size of the input, each example's map stretched to [0, 1]; zero where a map is constant."""
     raw: Tensor
     """Batch × grid of the layer, as the formula gives it: with its sign, before ReLU, resizing and stretching."""
-    layer: str
-    """The address of the layer."""
+    layer: Site
+    """The layer, by its address."""
     chosen: bool
     """Whether the layer was chosen by rule: the last whose map the score depends on in more than one place."""
     target: list[int] | str
@@ -44,8 +46,8 @@ class CAM:
         how = ", chosen by rule" if self.chosen else ""
         sizes = ["×".join(map(str, tensor.shape)) for tensor in (self.map, self.raw)]
         return (
-            f"CAM(map {sizes[0]} from {sizes[1]}; method {self.method!r}; layer {self.layer!r}{how}: {self.layout}; "
-            f"target {_short(self.target)})"
+            f"CAM(map {sizes[0]} from {sizes[1]}; method {self.method!r}; layer {self.layer.shown!r}{how}: "
+            f"{self.layout}; target {_short(self.target)})"
         )
 
 

@@ -19,7 +19,7 @@ class Hook:
         self.module_name: list[type[nn.Module]] = []
         self.features_in_hook: list[Any] = []
         self.features_out_hook: list[Any] = []
-        self._keep = Keep("live")
+        self._keep = Keep("live")  # on the graph: its users compute losses and gradients from what it keeps
 
     def __call__(self, module: nn.Module, fea_in: Any, fea_out: Any) -> None:
         self.module_name.append(type(module))

@@ -19,7 +19,7 @@ from torchhook.errors import SelectorError, suggestion
 
 CustomHook = Callable[[nn.Module, Any, Any], Any]
 
-_RULE = "-" * 80
+_RULE = "-" * 80  # the summary is that of TorchHook 0.2, to the letter
 
 
 class HookManager:
@@ -39,7 +39,7 @@ class HookManager:
     def __init__(self, model: nn.Module, max_size: int = -1) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
-        if not isinstance(max_size, int) or isinstance(max_size, bool):
+        if not isinstance(max_size, int) or isinstance(max_size, bool):  # True would keep one, and hardly means to
             raise TypeError(f"'max_size' must be an integer, found {max_size!r}.")
         if max_size < -1:
             raise ValueError(f"'max_size' must be -1 (keep everything) or more, found {max_size}.")
@@ -71,8 +71,9 @@ class HookManager:
         if output_transform is not None and not callable(output_transform):
             raise TypeError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
         chosen = self._choose(layer_name, layer)
-        ports = ["input"] * inputs + ["grad"] * grad
+        ports = ["input"] * inputs + ["grad"] * grad  # beside the output, whose key stays what it was
         chosen += [(f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen]
+        # All keys before any hook: an error must not leave half of a selector's layers hooked.
         for key, _ in chosen:
             if key in self._sessions:
                 raise ValueError(f"there is a hook with key {key!r} already; remove it first, or choose another name.")
@@ -81,7 +82,7 @@ class HookManager:
             session = self._session(target, custom_hook, output_transform)
             self._sessions[key] = (session, target.site)
             handles.append(session.open())
-        return handles[0] if len(handles) == 1 else handles
+        return handles[0] if len(handles) == 1 else handles  # one for one layer, as PyTorch's own method gives
 
     register_forward_hook = add
 
@@ -110,11 +111,13 @@ class HookManager:
     def _session(self, target: Target, custom: CustomHook | None, transform: Transform | None) -> Session:
         # A layer passed as an object need not be part of the model: it is its own root then.
         root = target.module if target.site.path == "" else self.model
+        # All threads, as a bare hook would; and without a report at the end, because the summary says what is waiting.
         session = Session(root, threads="all", warn=False)
         limit = self.max_size if self.max_size > 0 else None
         if custom is not None and target.site.port == "output":
             session.record_custom(target, custom, Keep("live", transform=transform), limit)
         else:
+            # A transform gets the live value, and what it returns is the user's to detach: it may be a loss.
             keep = Keep("copy", device="cpu") if transform is None else Keep("live", transform=transform)
             session.record([target], keep, limit)
         return session
@@ -122,6 +125,7 @@ class HookManager:
     def get_features(self, key: str) -> list[Any]:
         """The features captured under a key, oldest first; empty while the layer has not run."""
         session, site = self._find(key)
+        # Empty and not an error: the ancestors' users look before the first call too.
         return session.recording.all(site) if site in session.recording else []
 
     get = get_features
@@ -161,6 +165,7 @@ class HookManager:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        # The sessions are kept: features are read after the block.
         for session in [*(session for session, _ in self._sessions.values()), *self._edits]:
             session.close()
 

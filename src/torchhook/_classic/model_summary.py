@@ -15,7 +15,7 @@ def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """The number of parameters, tied weights counted once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
-    return sum(numel(p) for p in set(model.parameters()) if p.requires_grad or not trainable_only)
+    return sum(numel(p) for p in model.parameters() if p.requires_grad or not trainable_only)
 
 
 def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
@@ -26,11 +26,11 @@ def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool 
     for title, number in (("Total", total), ("Trainable", trainable), ("Non-trainable", total - trainable)):
         lines.append(f"{title} Parameters: {count(number)}")
     lines += [_RULE, f"{'Layer Name':<40} {'Total Params':<20} {'Trainable Params':<20}", wide]
-    seen: set[nn.Parameter] = set()
+    seen: set[nn.Parameter] = set()  # a tied weight counts once, so that the column adds up to the total
     for path, module in Index(model).modules.items():
         new = [p for p in module.parameters(recurse=False) if p not in seen]
         seen.update(new)
-        depth = path.count(".")
+        depth = path.count(".")  # from 0, as in TorchHook 0.2; ``layers`` counts levels from 1
         if not path or (max_depth != -1 and depth > max_depth) or not (new or show_zero_params):
             continue
         sizes = [sum(map(numel, new)), sum(numel(p) for p in new if p.requires_grad)]

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchhook._cli.errors import Trouble, short
 from torchhook._cli.models import config_of, library
-from torchhook._extract.image_folder import SUFFIXES, ImageFolder
+from torchhook._extract.api import SUFFIXES, ImageFolder
 from torchhook._values import tree
 
 

@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import nn
 
-from torchhook._cam.methods import METHODS, known_method
+from torchhook._cam.api import METHODS, known_method
 from torchhook._capture import Stopped
 from torchhook._capture import run as run_once
 from torchhook._cli import console, inputs, models, options
@@ -54,7 +54,7 @@ def layers(
     wanted = inputs.Options(file, text, shape)
     given = inputs.load(wanted, net, model).x if wanted.given else None
     with console.status(f"looking at {model}"):
-        found = list_layers(net, depth, inputs=given)
+        found = list_layers(net, given, depth=depth)
     if json:
         console.as_json([layer._asdict() for layer in found])
     else:
@@ -99,7 +99,7 @@ def run(
         shown = None if isinstance(output, Stopped) else describe(output)
         console.as_json({"output": shown, "records": records, "never_ran": recording.missing, "saved": saved})
         return
-    console.table(recording.summary())
+    console.table(recording.table())
     if saved is not None:
         console.say(f"saved to {saved}; th.load({str(saved)!r}) opens it.")
 

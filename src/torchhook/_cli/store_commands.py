@@ -12,11 +12,10 @@ import typer
 from torchhook import transforms
 from torchhook._cli import console, inputs, models, options
 from torchhook._cli.errors import Trouble, spoken
+from torchhook._extract.api import Estimate, ImageFolder
 from torchhook._extract.api import extract as extract_to
-from torchhook._extract.estimate import Estimate
-from torchhook._extract.image_folder import ImageFolder
-from torchhook._features.api import open_features
-from torchhook._features.verify import verify as verify_store
+from torchhook._features.api import Features, open_features
+from torchhook._features.api import verify as verify_store
 
 features = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Look into, check and export feature stores."
@@ -29,7 +28,7 @@ _POOLS: dict[str, Any] = {"mean": "mean", "max": "max", "sum": "sum"}
 def extract(
     model: options.Model,
     data: Annotated[Path, typer.Option(help="A folder of images, or a .safetensors with one tensor of rows.")],
-    layers: Annotated[list[str], typer.Option("--layers", "-l", help="An address or glob. Repeatable.")],
+    sites: Annotated[list[str], typer.Option("--sites", "-s", help="An address or glob. Repeatable.")],
     out: Annotated[str, typer.Option("--out", "-o", help="The feature store: a folder, or s3://...")] = "features",
     pool: Annotated[str | None, typer.Option(help="Keep less: mean, max or sum over positions, or cls.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Store as float16, bfloat16 or float32.")] = None,
@@ -52,9 +51,9 @@ def extract(
 
     [bold]Examples[/bold]
 
-      torchhook extract timm:vit_tiny_patch16_224 --data photos/ --layers blocks.11 --out features/ --pool mean
+      torchhook extract timm:vit_tiny_patch16_224 --data photos/ --sites blocks.11 --out features/ --pool mean
 
-      torchhook extract torchvision:resnet18 --weights r18.safetensors --data photos/ -l avgpool --dtype float16
+      torchhook extract torchvision:resnet18 --weights r18.safetensors --data photos/ -s avgpool --dtype float16
     """
     if pool not in (None, "cls", *_POOLS):
         raise Trouble(f"--pool {pool}: use {', '.join(_POOLS)} or cls.")
@@ -67,11 +66,11 @@ def extract(
     found = extract_to(
         net,
         _data(data, net, inputs.Options(size=size, mean=mean, std=std)),
-        layers,
+        sites,
         out,
         batch_size=batch_size,
         transform=transform,
-        device=device,
+        run_on=device,
         dtype=None if dtype is None else _DTYPES[dtype],
         workers=workers,
         resume=resume,
@@ -105,13 +104,13 @@ def info(
     _info(open_features(path, incomplete=True), json)
 
 
-def _info(found: Any, json: bool) -> None:
+def _info(found: Features, json: bool) -> None:
     if json:
         rows = {name: {"shape": list(found[name].shape), "dtype": str(found[name].dtype)} for name in found}
         about = {"rows": len(found), "bytes": found.nbytes, "missing_shards": found.missing, "skipped": found.skipped}
-        console.as_json({"path": found.path, **about, "layers": rows})
+        console.as_json({"path": found.path, **about, "sites": rows})
     else:
-        console.table(found.summary())
+        console.table(found.table())
 
 
 @features.command("verify")
@@ -138,10 +137,12 @@ def verify(
 def export(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A feature store.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the .npy files.")] = Path("export"),
-    layers: options.Layers = None,
+    sites: Annotated[
+        list[str] | None, typer.Option("--sites", "-s", help="One that `features info` lists. Repeatable.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Write .npy files, one for each layer."""
+    """Write .npy files, one for each site."""
     with console.status(f"exporting {path}"):
-        written = open_features(path).export(out, layers or None)
+        written = open_features(path).export(out, sites or None)
     console.as_json(written) if json else print("\n".join(written))

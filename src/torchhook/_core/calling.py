@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from torchhook._core.hooks import surely
 from torchhook._core.index import walk
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
@@ -50,32 +56,59 @@ def random_numbers() -> Callable[[], None]:
     return restore
 
 
-def set_evaluation(modules: Iterable[nn.Module]) -> None:
-    """Evaluation mode, and nothing else: a model's own ``eval`` may do more, merge weights for one."""
-    for module in modules:
-        module.training = False
+@dataclasses.dataclass
+class _Mode:
+    """The mode of a module before anyone asked for another, and what those ask for who use it now."""
+
+    before: bool
+    asked: dict[object, bool] = dataclasses.field(default_factory=dict)
+
+
+# By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
+_modes: dict[int, _Mode] = {}
+_modes_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and every module of it as before afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in one mode. Blocks may nest, and overlap in threads: the last to leave puts every module back.
+
+    Only the flags are set: a model's own ``train`` and ``eval`` may do more, merge weights for one.
+    """
+    modules, asker = list(model.modules()), object()
     try:
-        set_evaluation(module for module, _ in modes)
+        with _modes_lock:
+            for module in modules:
+                _modes.setdefault(id(module), _Mode(module.training)).asked[asker] = training
+                module.training = training
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        surely(lambda: _leave_modes(modules, asker))
 
 
-@contextlib.contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give the models their buffers back on leaving (running statistics move in training mode), and the process its
-    random numbers. What is yielded does so at once, so that several runs can start from the same state.
-    """
+def _leave_modes(modules: list[nn.Module], asker: object) -> None:
+    with _modes_lock:
+        for module in modules:
+            mode = _modes.get(id(module))
+            if mode is None:
+                continue  # interrupted before it got that far, or done before
+            if asker in mode.asked:
+                others = [asked for other, asked in mode.asked.items() if other is not asker]
+                module.training = others[-1] if others else mode.before
+                del mode.asked[asker]
+            if not mode.asked:
+                del _modes[id(module)]
+
+
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The model in evaluation mode, and every module of it as before afterwards."""
+    return in_mode(model, training=False)
+
+
+def buffers(*models: nn.Module) -> Callable[[], None]:
+    """Remember every buffer of the models; call what is returned to give them back, the same objects."""
     owners = {id(module): module for model in models for _, module in walk(model)}
     held = [(m, name, t, _copy(t)) for m in owners.values() for name, t in m._buffers.items() if t is not None]
-    again = random_numbers()
 
     def restore() -> None:
         for module, name, buffer, copy in held:
@@ -84,16 +117,114 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
             if copy is not None and not torch.equal(buffer, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
+
+    return restore
+
+
+@contextlib.contextmanager
+def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give the models back on leaving what a forward pass may change, and the process its random numbers.
+
+    That is buffers (running statistics move in training mode), plain attributes (caches, counters), gradients and
+    modes. What is yielded does so at once, modes aside, so that several runs can start from the same state.
+    """
+    modules = list({id(module): module for model in models for _, module in walk(model)}.values())
+    seen: set[int] = set()
+    steps = [step for module in modules for step in _ways_back(module, seen)]
+    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters(recurse=False)]
+    modes = [(module, module.training) for module in modules]
+    again = random_numbers()
+
+    def restore() -> None:
+        for step in steps:
+            step()
+        # Gradients are set aside, not copied: a model that trains itself makes new ones meanwhile.
+        for parameter, _ in gradients:
+            parameter.grad = None
         again()
 
+    def give_back() -> None:
+        restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            if id(module) not in _modes:  # else whoever asked for another mode puts it back
+                module.training = mode
+
     try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         yield restore
     finally:
-        restore()
+        surely(give_back)
 
 
-def _copy(buffer: Tensor) -> Tensor | None:
-    if isinstance(buffer, nn.parameter.UninitializedBuffer):
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}
+
+
+def _ways_back(module: nn.Module, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """What puts back the buffers and plain attributes of a module, step by step."""
+    if isinstance(module, torch.jit.ScriptModule):  # it holds its attributes elsewhere
+        for buffer in module.buffers(recurse=False):
+            yield from _into(buffer, seen)
+        return
+    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
+        held = {"_buffers": module._buffers}  # its first run makes it another module, and that is meant to stay
+    else:
+        yield functools.partial(_reassign, module, held)
+    for value in held.values():
+        yield from _into(value, seen)
+
+
+def _reassign(module: nn.Module, held: dict[str, Any]) -> None:
+    own = vars(module)
+    for name in [name for name in own if name not in held and name not in _OF_EVERY_MODULE]:
+        del own[name]
+    own.update(held)
+
+
+def _into(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """What puts back the contents of a value, where it is a tensor or a container."""
+    if id(value) in seen:
+        return
+    if isinstance(value, Tensor):
+        copy = _copy(value)
+        if copy is not None:
+            seen.add(id(value))
+            yield functools.partial(_refill, value, copy)
+    elif isinstance(value, (list, deque, set, dict)):
+        seen.add(id(value))
+        kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
+        yield functools.partial(_replace_items, value, kind, kind(value))
+        for part in list(value.values() if isinstance(value, dict) else value):
+            yield from _into(part, seen)
+
+
+def _replace_items(container: Any, kind: Any, items: Any) -> None:
+    if _ids(container) != _ids(items):
+        kind.clear(container)
+        (kind.extend if kind in (list, deque) else kind.update)(container, items)
+
+
+def _ids(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return [id(part) for part in container]
+
+
+@torch.no_grad()
+def _refill(tensor: Tensor, copy: Tensor) -> None:
+    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or tensor.device != copy.device:
+        tensor.data = copy.clone()
+    elif not torch.equal(tensor, copy):
+        tensor.copy_(copy)
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    """A copy of what a forward pass may write to; a parameter is for the optimizer alone."""
+    if isinstance(tensor, (nn.Parameter, nn.parameter.UninitializedBuffer)):
         return None
-    plain = buffer.layout == torch.strided and not buffer.is_nested and buffer.device.type != "meta"
-    return buffer.detach().clone() if plain else None
+    plain = tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+    empty = plain and tensor.numel() and not tensor.untyped_storage().nbytes()  # sharded: its memory is elsewhere now
+    return tensor.detach().clone() if plain and not empty else None

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listeners, own_work
+from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
 from torchhook._values import tree
 from torchhook.errors import SessionError
 
@@ -72,8 +72,9 @@ class Listener:
                 self.unwind(0)  # left by an interrupt, which hooks do not see
             if not self._running:
                 own_work.busy = False  # an interrupt may have left it so
-                _modes.mode.listen(self)
             self._running.append(module)
+            if len(self._running) == 1:
+                _modes.mode.listen(self)
 
     def leave(self, module: nn.Module) -> None:
         if any(module is other for other in self._running) and not self._gate.is_foreign():
@@ -91,6 +92,7 @@ class Listener:
 
     def close(self) -> None:
         self.unwind(0)
+        _modes.mode.ignore(self)  # an interrupt may have come between the two before
 
     @property
     def depth(self) -> int:
@@ -146,24 +148,31 @@ def unwind(depths: dict[int, int]) -> None:
 
 
 class _Mode(TorchFunctionMode):
-    """One for each thread, shared by all sessions, so that it is entered and left in the order of the calls."""
+    """One for each thread, shared by all sessions. Whether it is on is read off torch's own stack, never remembered: an
+    interrupt may come between any two lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        listeners.append(listener)
         self.listeners.append(listener)
-        if len(self.listeners) == 1:
-            self.__enter__()  # type: ignore[no-untyped-call]
+        self._settle()
 
     def ignore(self, listener: Listener) -> None:
         if listener in self.listeners:
-            listeners.remove(listener)
             self.listeners.remove(listener)
-            if not self.listeners:
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._settle()
+
+    def _settle(self) -> None:
+        """On while anybody listens, and off otherwise."""
+        if self.listeners:
+            listening.add(self)
+            if not _torch.mode_is_on(self):
+                self.__enter__()  # type: ignore[no-untyped-call]
+        else:
+            _torch.turn_off(self)
+            listening.discard(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,11 +181,11 @@ class _Mode(TorchFunctionMode):
         name = op_name(func)
         if name is None or own_work.busy:
             return func(*args, **kwargs)
-        listeners = [(listener, listener.current) for listener in self.listeners]
-        for listener, _ in listeners:
+        heard = [(listener, listener.current) for listener in self.listeners if listener.depth]
+        for listener, _ in heard:
             args, kwargs = listener.before(name, args, kwargs)
         output = func(*args, **kwargs)
-        for listener, module in listeners:
+        for listener, module in heard:
             output = listener.after(name, module, output, args, kwargs)
         return output
 

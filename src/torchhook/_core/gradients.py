@@ -21,10 +21,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch
-from torchhook._core.hooks import TensorHandles, after_backward, on_gradient
+from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
 from torchhook._core.listening import Alias, TensorHook, counts_versions, is_unused, listen, root
 from torchhook._core.scope import Scope
@@ -80,9 +79,9 @@ class GradTap(Tap):
         """Whether a value passed that needed no gradient."""
         return bool(self._without_grad)
 
-    def follow(self, parameter: Tensor) -> RemovableHandle:
-        """Take the gradient of a parameter, whenever one is computed."""
-        return on_gradient(parameter, lambda grad: self._arrived(grad, next(self.calls)))
+    def arrived_at_parameter(self, grad: Tensor) -> Tensor | None:
+        """Take the gradient of a parameter: each is a call of its own."""
+        return self._arrived(grad, next(self.calls))
 
     def wait_for(self, value: Any, call: int, again: bool, take: Callable[[Tensor, TensorHook], Tensor]) -> Any:
         """Have ``take`` listen to every tensor of a passing value, and return the value to go on with.

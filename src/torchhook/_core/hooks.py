@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,12 @@ def after_call(
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Call ``function`` with the tensor's gradient when it is computed; what it returns takes its place."""
-    handle: RemovableHandle = tensor.register_hook(function)
-    return handle
+    return cast(RemovableHandle, tensor.register_hook(function))
 
 
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
-    handle: RemovableHandle = node.register_hook(function)
-    return handle
+    return node.register_hook(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -62,6 +60,14 @@ class TensorHandles:
         self._handles.clear()
 
 
+def surely(undo: Callable[[], object]) -> None:
+    """Undo something to the end, though an interrupt may come between any two lines: ``undo`` may be called twice."""
+    try:
+        undo()
+    finally:
+        undo()
+
+
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
@@ -69,20 +75,27 @@ class Attachable(Protocol):
 
 
 class Attachment:
-    """Hooks that go away together, whatever happens."""
+    """Hooks that go away together, whatever happens: an interrupt may come between any two lines, here too."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def attach(self, tap: Attachable, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: a site there never runs, and says so
-            self._undo.append(tap.attach(module).remove)
+            self._undo.append(tap.attach(module).remove)  # on one line: what is set is known
+
+    def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
+        """Call ``function`` with the gradients of a parameter."""
+        self._undo.append(on_gradient(parameter, function).remove)
 
     def defer(self, undo: Callable[[], None]) -> None:
         """Call ``undo``, which may be called twice, when the hooks go."""
         self._undo.append(undo)
 
     def remove(self) -> None:
+        surely(self._remove)
+
+    def _remove(self) -> None:
         failed: BaseException | None = None
         while self._undo:
             try:
@@ -93,7 +106,10 @@ class Attachment:
                     continue
             self._undo.pop()
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # an error that its own traceback knows keeps every frame alive
 
 
 class _EagerStance:

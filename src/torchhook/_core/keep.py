@@ -1,6 +1,6 @@
 """From a passing value to the one that is kept: safe, detached, transformed, cast, moved.
 
-This is the only home of copy-on-write and of side streams.
+This is the only home of copy-on-write.
 
 *Copy-on-write.* ``lazy_clone`` shares a tensor's memory until someone writes to it, so a safe
 capture costs a copy only where the model really overwrites the value. Memory that outlives the forward
@@ -13,7 +13,6 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` is the on
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from torchhook._torch import in_transform, is_view, lazy_clone, storage_key, unwrapped
 from torchhook._values import tree
+from torchhook._values.host_copies import HostCopies
 
 Transform = Callable[[Any], Any]
 
@@ -179,37 +179,3 @@ def _detached_clone(tensor: Tensor) -> Tensor:
     # Not always detach: subclasses refuse it on inference tensors.
     tensor = unwrapped(tensor)
     return (tensor.detach() if tensor.requires_grad else tensor).clone()
-
-
-class HostCopies:
-    """Copies from CUDA to pinned host memory that the model does not wait for."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-
-    def copy(self, source: Tensor) -> Tensor:
-        """Start copying ``source``, which nobody may write to, and return the host tensor to be filled."""
-        device = source.device
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            host = torch.empty_like(source, device="cpu", pin_memory=True)
-            host.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        # The source is held until the copy is done: once it is dropped, the last owner of a
-        # copy-on-write storage may write to the memory in place while the copy still reads it.
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
-        self._pending.append((done, source))
-        return host
-
-    def wait(self) -> None:
-        while self._pending:
-            event, source = self._pending[0]
-            event.synchronize()
-            self._pending.popleft()
-            del source

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchhook import _torch
-from torchhook._torch import graph_task as graph_task
+from torchhook._torch import graph_task
 from torchhook.errors import SessionError
 
 _REMEMBERED = 1024  # segments whose backward pass may still come

@@ -56,6 +56,7 @@ class Session:
         self.handles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
         self._removal: weakref.finalize[[], Session] | None = None
+        self._attachment: Attachment | None = None
 
     # -- building -----------------------------------------------------------------------------
 
@@ -168,6 +169,7 @@ class Session:
 
         ``running`` says that this happens in a hook before the model's own call, which is then seen from here on.
         """
+        self._given_as = ""
         if self._stops:
             raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
         if running:
@@ -183,7 +185,7 @@ class Session:
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
-        self._removal = weakref.finalize(self, attachment.remove)
+        self._removal, self._attachment = weakref.finalize(self, attachment.remove), attachment
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
@@ -200,18 +202,17 @@ class Session:
             for module, tap in taps:
                 attachment.attach(tap, module)
             for target, grad_tap in taps.parameters:
-                attachment.defer(grad_tap.follow(live_tensor(target)).remove)
+                attachment.follow(live_tensor(target), grad_tap.arrived_at_parameter)
+            self._depths = functional.depths()
+            if self._own_threads_only:
+                self.scope.enter()
         except BaseException:
-            self._removal()
+            attachment.remove()
             raise
-        self._depths = functional.depths()
-        if self._own_threads_only:
-            self.scope.enter()
         return self
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
-        self._given_as = ""  # whoever closes it knows of it
         self._close(None)
 
     remove = close
@@ -224,9 +225,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         stopped = isinstance(error, Stop) and error.scope is self.scope
-        if error is not None:
-            functional.unwind(self._depths)
-        self._close(None if stopped else error)
+        try:
+            if error is not None:
+                functional.unwind(self._depths)
+        finally:
+            self._close(None if stopped else error)
         return stopped
 
     def __del__(self) -> None:
@@ -237,7 +240,10 @@ class Session:
         if self._removal is None or not self._removal.alive:
             return
         self.scope.closed = True
-        self._removal()
+        # The finalizer stays armed until all is gone: should an interrupt come between, it does the rest.
+        if self._attachment is not None:
+            self._attachment.remove()
+        self._removal.detach()
         self.recording.finish()
         self._report(error)
         missing = self.recording.missing

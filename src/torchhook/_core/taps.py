@@ -52,7 +52,7 @@ class OwnWork(threading.local):
 
 
 own_work = OwnWork()
-listeners: list[Any] = []
+listening: set[Any] = set()
 """Those who listen to operations now, in any thread. While there are none, taps need not say that they are at work."""
 
 
@@ -98,7 +98,7 @@ class Tap:
 
     def take(self, value: Any, source: Any = ()) -> Any:
         """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
-        if not listeners:
+        if not listening:
             return self._take(value, source)
         with own_work():
             return self._take(value, source)
@@ -137,7 +137,7 @@ class OutputTap(Tap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.scope is not None and self.scope not in active.get() and self.is_foreign():
             return None
-        if self._only_looks and not listeners and graph_task() == -1:
+        if self._only_looks and not listening and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1

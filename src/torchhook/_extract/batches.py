@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     value: Any
     """``None`` if every row failed."""
     failed: dict[int, str]
-    """Places in the span that could not be loaded, and why."""
+    """Positions in the span that could not be loaded, and why."""
     singles: Callable[[], Iterator[Batch]]
     """The same rows, one by one."""
 
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
         return range(self.span) if not self.failed else [i for i in range(self.span) if i not in self.failed]
 
 
-class Cuts:
+class SpanSampler:
     """A batch sampler over spans of rows, made as it is read: its memory does not depend on the data set.
 
     Batches have ``size`` rows, or those of a list of batches whose ends are given; a span's end cuts them too.
@@ -70,15 +70,9 @@ def split(start: int, rows: int, value: Any) -> Iterator[Batch]:
         yield Batch(start + i, 1, _row(value, i, rows), {}, lambda: iter(()))
 
 
-def _row(value: Any, i: int, rows: int, inside: Any = None) -> Any:
+def _row(value: Any, i: int, rows: int) -> Any:
     """Row ``i`` of all that has one entry per row; the rest as it is."""
-    if _per_row(value, rows):
-        return value[i : i + 1]
-    node = tree.unpack(value, inside)
-    if node is None:
-        return value
-    below = node.inside if inside is None else inside
-    return node.rebuild([_row(child, i, rows, below) for child in node.children])
+    return tree.map_parts(lambda part: part[i : i + 1], value, where=lambda part: _per_row(part, rows))
 
 
 def _per_row(value: Any, rows: int) -> bool:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from torchhook._extract.batches import Batch
-from torchhook._extract.fill import Sides, columns_of, side_columns
+from torchhook._extract.fill import Extras, extra_columns, site_columns
 from torchhook._extract.forward import Forward
 from torchhook._extract.sources import Source
-from torchhook._extract.task import Head
-from torchhook._features.manifest import Column, Plan
+from torchhook._extract.task import FirstBatch
+from torchhook._features.api import ColumnSpec, Manifest, shown
 from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
 from torchhook.errors import ExtractError
@@ -33,11 +33,11 @@ MOST_ROWS = 1 << 16
 class Measure:
     """What the first batch showed."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnSpec, ...]
     row_bytes: int
     batch_rows: int
     seconds: float
-    head: Head | None
+    first: FirstBatch | None
     """``None`` if the batch could not be run as a whole."""
 
     def rows_per_shard(self, shard_bytes: int | None, batch_size: int | None) -> int:
@@ -48,7 +48,7 @@ class Measure:
 
 
 def measure(
-    forward: Forward, source: Source, sides: Sides, device: torch.device, dtype: torch.dtype | None, skip: bool
+    forward: Forward, source: Source, extras: Extras, device: torch.device, dtype: torch.dtype | None, skip: bool
 ) -> Measure:
     """Run the first batch that loads and runs, or, where rows may be skipped, the first row that does."""
     last: Exception | None = None
@@ -57,7 +57,7 @@ def measure(
             last = ExtractError(f"no row of the first batch could be loaded: {next(iter(batch.failed.values()))}")
             continue
         try:
-            return _measured(forward, batch, sides, device, dtype)
+            return _measured(forward, batch, extras, device, dtype)
         except ExtractError:
             raise  # no other row would change that
         except Exception as error:
@@ -67,38 +67,41 @@ def measure(
         for one in batch.singles():
             with contextlib.suppress(Exception):
                 if one.value is not None:
-                    found = _measured(forward, one, sides, device, dtype)
+                    found = _measured(forward, one, extras, device, dtype)
                     return dataclasses.replace(
-                        found, batch_rows=batch.span, seconds=found.seconds * batch.span, head=None
+                        found, batch_rows=batch.span, seconds=found.seconds * batch.span, first=None
                     )
     raise last or ExtractError("the data has no rows.")
 
 
-def _measured(forward: Forward, batch: Batch, sides: Sides, device: torch.device, dtype: torch.dtype | None) -> Measure:
+def _measured(
+    forward: Forward, batch: Batch, extras: Extras, device: torch.device, dtype: torch.dtype | None
+) -> Measure:
     good = batch.good
-    mask = sides.mask(batch.value)
-    found: dict[str, tuple[Column, int]] = {}
+    mask = extras.mask(batch.value)
+    found: dict[str, tuple[ColumnSpec, int]] = {}
     calls: Counter[str] = Counter()
     values: dict[str, Any] = {}
 
-    def look(layer: str, value: Any) -> None:
-        calls[layer] += 1
-        for column, nbytes in columns_of(layer, value, len(good), mask, dtype):
-            found[column.name] = column, nbytes
-        values[layer] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
+    def look(site: str, value: Any) -> None:
+        calls[site] += 1
+        for spec, nbytes in site_columns(site, value, len(good), mask, dtype):
+            found[spec.name] = spec, nbytes
+        values[site] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
 
     seconds = _timed(lambda: forward(batch.value, device, look, stop=False), device)
-    for layer, times in calls.items():
+    for site, times in calls.items():
         if times > 1:
+            name = shown(site)
             raise ExtractError(
-                f"{layer!r} runs {times} times in one forward pass: say which call is meant, "
-                f"'{layer}#0' to '{layer}#{times - 1}'."
+                f"{name!r} runs {times} times in one forward pass: say which call is meant, "
+                f"'{name}#0' to '{name}#{times - 1}'."
             )
-    ordered = [c for layer in forward.layers for c in found if c == layer or c.startswith(f"{layer}[")]
-    extra = side_columns(sides.of(batch.value, batch.start, good))
+    ordered = [c for site in forward.sites for c in found if c == site or c.startswith(f"{site}[")]
+    own = extra_columns(extras.of(batch.value, batch.start, good))
     nbytes = sum(nbytes for _, nbytes in found.values())
-    columns = (*(found[name][0] for name in dict.fromkeys(ordered)), *extra)
-    return Measure(columns, -(-nbytes // len(good)), len(good), seconds, Head(batch, values))
+    columns = (*(found[name][0] for name in dict.fromkeys(ordered)), *own)
+    return Measure(columns, -(-nbytes // len(good)), len(good), seconds, FirstBatch(batch, values))
 
 
 def _timed(function: Callable[[], None], device: torch.device) -> float:
@@ -113,42 +116,49 @@ def _timed(function: Callable[[], None], device: torch.device) -> float:
 class Estimate:
     """What a run would take. Times are those of the first batch, which is slower than the rest."""
 
-    plan: Plan
+    manifest: Manifest
     seconds_per_row: float
     todo: int | None
     """Shards still to do."""
     free: int | None
+    """Bytes that are free where the store will be."""
 
     @property
     def nbytes(self) -> int | None:
-        return None if self.plan.rows is None else self.plan.rows * self.plan.row_bytes
+        return None if self.manifest.rows is None else self.manifest.rows * self.manifest.row_bytes
 
     @property
     def seconds(self) -> float | None:
         """For the shards that are still to do."""
-        if self.plan.rows is None or self.todo is None:
+        if self.manifest.rows is None or self.todo is None:
             return None
-        return min(self.plan.rows, self.todo * self.plan.rows_per_shard) * self.seconds_per_row
+        return min(self.manifest.rows, self.todo * self.manifest.rows_per_shard) * self.seconds_per_row
 
     def line(self) -> str:
-        plan = self.plan
+        about = self.manifest
         if self.nbytes is None or self.seconds is None:
-            return (
-                f"rows without end in sight, {size(plan.row_bytes)} each, {count(plan.rows_per_shard, 0)}rows per shard"
-            )
+            each = f"{size(about.row_bytes)} each, {count(about.rows_per_shard, 0)}rows per shard"
+            return f"rows without end in sight, {each}"
         return (
-            f"{plan.rows:,} rows, {size(self.nbytes)} in {plan.shards} shards, {self.todo} to do: "
+            f"{about.rows:,} rows, {size(self.nbytes)} in {about.shards} shards, {self.todo} to do: "
             f"about {_duration(self.seconds)}"
         )
 
-    def __str__(self) -> str:
-        rows = [[c.name, "text" if c.text else str(c).removeprefix(c.name + " ")] for c in self.plan.columns]
-        notes = [self.line(), f"model: {self.plan.model}", f"transform: {self.plan.transform}"]
+    def table(self) -> Table:
+        """The columns, what a row of each is, and what the run would take."""
+        notes = [self.line(), f"model: {self.manifest.model}", f"transform: {self.manifest.transform}"]
         if self.free is not None:
             notes.append(f"free on disk: {size(self.free)}")
-        return str(Table("Features to extract", ["column", "row"], rows, notes))
+        rows = [[shown(spec.name), spec.row] for spec in self.manifest.columns]
+        return Table("Features to extract", ["column", "row"], rows, notes)
+
+    def __str__(self) -> str:
+        return str(self.table())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
 
 def _duration(seconds: float) -> str:

@@ -1,11 +1,15 @@
-"""A model at rest: in evaluation mode and on one device, for as long as anyone extracts from it."""
+"""The model while rows go through it: in evaluation mode and on one device, shared by all threads that extract from it.
+
+Modes, buffers and random numbers are ``calling``'s business. What is special here is that the model may have to move,
+and that nobody may move it back, or give its buffers back, while another thread still uses it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,77 +19,80 @@ from torchhook.errors import ExtractError
 
 
 @dataclasses.dataclass
-class _Where:
+class _Moved:
     """Where a model is for those who use it, and where it was before the first of them."""
 
     there: torch.device
     home: torch.device
     moves: bool
-    users: int = 0
-
-
-@dataclasses.dataclass
-class _Mode:
-    """Whether a module was training before the first of those who use it."""
-
-    training: bool
+    restore_buffers: Callable[[], None]
     users: int = 0
 
 
 # By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
-_models: dict[int, _Where] = {}
-_modules: dict[int, _Mode] = {}
+_models: dict[int, _Moved] = {}
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def at_rest(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
+def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
     """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was."""
-    modules = list(model.modules())
-    with _lock:
-        where = _where(model, device)
-        try:
-            _begin(model, modules, where)
-        except BaseException:
-            _end(model, modules, where)
-            raise
-    try:
-        yield where.there
-    finally:
+    with calling.evaluating(model):
         with _lock:
-            _end(model, modules, where)
+            moved = _moved(model, device)
+            moved.users += 1
+            try:
+                if moved.moves and moved.users == 1:
+                    model.to(moved.there)
+            except BaseException:
+                _leave(model, moved)
+                raise
+        try:
+            yield moved.there
+        finally:
+            with _lock:
+                _leave(model, moved)
 
 
-def _where(model: nn.Module, device: torch.device | str | None) -> _Where:
+def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     home = next(iter(homes), torch.device("cpu"))
     there = home if device is None else torch.device(device)
     if str(there) == "cuda":
         there = torch.device("cuda", torch.cuda.current_device())
-    known = _models.setdefault(id(model), _Where(there, home, there != home and len(homes) == 1))
-    if device is not None and there != known.there:
+    known = _models.get(id(model))
+    if known is None:
+        # A model on several devices stays where it is: it knows how its parts belong together.
+        known = _Moved(there, home, there != home and len(homes) == 1, calling.buffers(model))
+        _models[id(model)] = known
+    elif device is not None and there != known.there:
         raise ExtractError(f"another thread extracts from this model on {known.there}: it cannot be on {there} too.")
     return known
 
 
-def _begin(model: nn.Module, modules: list[nn.Module], where: _Where) -> None:
-    where.users += 1
-    for module in modules:
-        _modules.setdefault(id(module), _Mode(module.training)).users += 1
-    calling.set_evaluation(modules)
-    if where.moves and where.users == 1:
-        model.to(where.there)
+def _leave(model: nn.Module, moved: _Moved) -> None:
+    moved.users -= 1
+    if moved.users:
+        return
+    del _models[id(model)]
+    try:
+        if moved.moves:
+            model.to(moved.home)
+    finally:
+        moved.restore_buffers()
 
 
-def _end(model: nn.Module, modules: list[nn.Module], where: _Where) -> None:
-    where.users -= 1
-    if not where.users:
-        del _models[id(model)]
-        if where.moves:
-            model.to(where.home)
-    for module in modules:
-        mode = _modules[id(module)]
-        mode.users -= 1
-        if not mode.users:
-            module.training = mode.training
-            del _modules[id(module)]
+@contextlib.contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Random numbers go on after the block as if it had not been there.
+
+    Only for the main thread: elsewhere, going back would hand numbers out again that the main thread has used since.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    restore = calling.random_numbers()
+    try:
+        yield
+    finally:
+        restore()

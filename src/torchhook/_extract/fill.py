@@ -1,4 +1,4 @@
-"""From the values of one batch into the slabs of the shards that its rows belong to."""
+"""From one batch, its values, ids and labels, into the slabs of the shards that its rows belong to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torchhook._extract import inputs
 from torchhook._extract.forward import parts
-from torchhook._extract.slabs import HostCopies, Ragged, Slab, in_range
-from torchhook._features.manifest import IDS, LABELS, Column
+from torchhook._extract.slabs import Ragged, Slab, in_range
+from torchhook._features.api import IDS, LABELS, ColumnSpec, shown
 from torchhook._recording.tensor_file import DTYPES
+from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError
 from torchhook.transforms import Rows
 
@@ -52,7 +53,7 @@ def _run_end(numbers: Sequence[int], low: int, end: int) -> int:
     return high
 
 
-class Sides:
+class Extras:
     """The ids, labels and lengths that travel with a batch."""
 
     def __init__(self, ids: inputs.Part, labels: inputs.Part, lengths: inputs.Part, rows: int | None) -> None:
@@ -86,7 +87,7 @@ def _chosen(part: inputs.Part, batch: Any, start: int, good: Sequence[int], keyw
     if part is None or part is False:
         return None
     if _is_table(part):
-        chosen = [part[start + place] for place in good]  # type: ignore[index]
+        chosen = [part[start + i] for i in good]  # type: ignore[index]
         return chosen if isinstance(chosen[0], str) else torch.as_tensor(chosen)
     return inputs.part_of(batch, part, keyword)  # type: ignore[arg-type]
 
@@ -98,7 +99,7 @@ def _plain(name: str, value: Any, rows: int) -> Any:
         if not all(isinstance(text, str) for text in value):
             value = torch.as_tensor(value)
     if len(value) != rows:
-        raise ExtractError(f"{name[1:]}: {len(value)} values for {rows} rows of a batch.")
+        raise ExtractError(f"{shown(name)}: {len(value)} values for {rows} rows of a batch.")
     return value
 
 
@@ -108,86 +109,96 @@ def _text(text: str) -> Tensor:
 
 
 class Fill:
-    """Puts what belongs to a batch into its pieces."""
+    """Copies what belongs to a batch into the slabs, checking that it fits the columns of the store.
 
-    def __init__(self, columns: Iterable[Column], copies: HostCopies) -> None:
-        self.columns = {column.name: column for column in columns}
+    ``begin`` says which batch and where it goes; ``extras`` and ``features`` are called for each of its values.
+    """
+
+    def __init__(self, specs: Iterable[ColumnSpec], copies: HostCopies) -> None:
+        self.specs = {spec.name: spec for spec in specs}
         self.copies = copies
 
     def begin(self, into: list[Piece], rows: int, first_row: int, mask: Tensor | None) -> None:
         self.into, self.rows, self.first_row, self.mask = into, rows, first_row, mask
 
-    def sides(self, values: dict[str, Any]) -> None:
+    def extras(self, values: dict[str, Any]) -> None:
+        """Ids and labels of the batch."""
         for name in (IDS, LABELS):
-            if name in self.columns and name not in values:
-                raise ExtractError(f"{name[1:]}: none in the batch, and the first batch had them. {self._where()}")
+            if name in self.specs and name not in values:
+                raise ExtractError(f"{shown(name)}: none in the batch, and the first batch had them. {self._where()}")
         for name, value in values.items():
-            column = self.columns.get(name)
-            if column is None or column.text != isinstance(value, list):
+            spec = self.specs.get(name)
+            if spec is None or spec.text != isinstance(value, list):
                 raise ExtractError(
-                    f"{name[1:]}: found from row {self.first_row} on, but not like that in the first batch."
+                    f"{shown(name)}: found from row {self.first_row} on, but not like that in the first batch."
                 )
-            self._put(column, Rows(map(_text, value)) if column.text else value)
+            self._put(spec, Rows(map(_text, value)) if spec.text else value)
 
-    def features(self, layer: str, value: Any) -> None:
-        """Called in the hook of a layer: this is where the one copy is made."""
+    def features(self, site: str, value: Any) -> None:
+        """Called in the hook of a site: this is where the one copy is made."""
         seen = 0
-        for name, part in parts(layer, value):
-            column = self.columns.get(name)
-            if column is None:
-                raise ExtractError(f"{name!r}: a tensor that was not there in the first batch. {self._where()}")
-            self._put(column, part)
+        for name, part in parts(site, value):
+            spec = self.specs.get(name)
+            if spec is None:
+                raise ExtractError(f"{shown(name)!r}: a tensor that was not there in the first batch. {self._where()}")
+            self._put(spec, part)
             seen += 1
-        wanted = sum(name == layer or name.startswith(f"{layer}[") for name in self.columns)
+        wanted = sum(name == site or name.startswith(f"{site}[") for name in self.specs)
         if seen != wanted:
-            raise ExtractError(f"{layer!r}: {seen} tensors where the first batch had {wanted}. {self._where()}")
+            raise ExtractError(f"{shown(site)!r}: {seen} tensors where the first batch had {wanted}. {self._where()}")
 
-    def _put(self, column: Column, value: Tensor | Rows) -> None:
-        if len(value) != self.rows:
+    def _put(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
+        self._check_rows(spec, value)
+        if spec.ragged:
+            self._put_ragged(spec, value)
+        elif isinstance(value, Rows) or tuple(value.shape[1:]) != spec.shape:
+            found = "rows of different lengths" if isinstance(value, Rows) else f"{tuple(value.shape[1:])}"
             raise ExtractError(
-                f"{column.name!r}: {len(value)} rows for a batch of {self.rows}. {self._where()} {_ROWS_HINT}"
+                f"{shown(spec.name)!r}: rows of shape {spec.shape} in the first batch, {found} now. {self._where()} "
+                + _RAGGED_HINT
             )
-        for kind in {row.dtype for row in value} if isinstance(value, Rows) else (value.dtype,):
-            if not _holds(column.dtype, kind):
-                raise ExtractError(
-                    f"{column.name!r}: {column.dtype} in the first batch, {kind} now, which would lose values. "
-                    f"{self._where()} Cast it in a transform, or in the data."
-                )
-        if not column.ragged:
-            if isinstance(value, Rows) or tuple(value.shape[1:]) != column.shape:
-                found = "rows of different lengths" if isinstance(value, Rows) else f"{tuple(value.shape[1:])}"
-                raise ExtractError(
-                    f"{column.name!r}: rows of shape {column.shape} in the first batch, {found} now. {self._where()} "
-                    + _RAGGED_HINT
-                )
-            value = in_range(value, column.dtype)
+        else:
+            value = in_range(value, spec.dtype)
             # The next layer may overwrite the value before the transfer has read it; a copy on the device costs little.
-            safe = value.to(column.dtype, copy=True, memory_format=_PLAIN) if value.is_cuda else value
+            safe = value.to(spec.dtype, copy=True, memory_format=_PLAIN) if value.is_cuda else value
             for slab, at, low, high in self.into:
-                slab.columns[column.name].put(at, safe[low:high], self.copies)  # type: ignore[call-arg]
-            return
+                slab.columns[spec.name].put(at, safe[low:high], self.copies)  # type: ignore[call-arg]
+
+    def _put_ragged(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
         for slab, at, low, high in self.into:
             items, lengths = _items(value, low, high, self.mask)
-            if tuple(items.shape[1:]) != column.shape:
+            if tuple(items.shape[1:]) != spec.shape:
                 raise ExtractError(
-                    f"{column.name!r}: items of shape {column.shape} in the first batch, {tuple(items.shape[1:])} now. "
-                    + self._where()
+                    f"{shown(spec.name)!r}: items of shape {spec.shape} in the first batch, "
+                    f"{tuple(items.shape[1:])} now. {self._where()}"
                 )
-            ragged = slab.columns[column.name]
+            ragged = slab.columns[spec.name]
             assert isinstance(ragged, Ragged)
-            ragged.put(at, in_range(items, column.dtype), lengths, self.copies)
+            ragged.put(at, in_range(items, spec.dtype), lengths, self.copies)
+
+    def _check_rows(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
+        if len(value) != self.rows:
+            raise ExtractError(
+                f"{shown(spec.name)!r}: {len(value)} rows for a batch of {self.rows}. {self._where()} {_ROWS_HINT}"
+            )
+        for dtype in {row.dtype for row in value} if isinstance(value, Rows) else (value.dtype,):
+            if not _holds(spec.dtype, dtype):
+                raise ExtractError(
+                    f"{shown(spec.name)!r}: {spec.dtype} in the first batch, {dtype} now, which would lose values. "
+                    f"{self._where()} Cast it in a transform, or in the data."
+                )
 
     def _where(self) -> str:
         return f"Rows {self.first_row} to {self.first_row + self.rows - 1}."
 
 
-def _holds(column: torch.dtype, kind: torch.dtype) -> bool:
+def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
     """Whether values of a dtype can be stored as another. Floats of any width can: what overflows is found later."""
-    if kind == column or torch.bool in (kind, column):
-        return kind in (column, torch.bool)
-    if column.is_floating_point or column.is_complex or kind.is_floating_point or kind.is_complex:
-        return torch.can_cast(kind, column)
-    wide, narrow = torch.iinfo(column), torch.iinfo(kind)
+    if found == stored or torch.bool in (found, stored):
+        return found in (stored, torch.bool)
+    if stored.is_floating_point or stored.is_complex or found.is_floating_point or found.is_complex:
+        return torch.can_cast(found, stored)
+    wide, narrow = torch.iinfo(stored), torch.iinfo(found)
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
@@ -210,36 +221,37 @@ def _items(value: Tensor | Rows, low: int, high: int, mask: Tensor | None) -> tu
         if mask.shape[1] != width:
             raise ExtractError(f"lengths=: a mask of {mask.shape[1]} positions for values of {width}.")
         chosen = mask[low:high].bool()
-    places = chosen.reshape(-1).nonzero().squeeze(1)
-    items = value[low:high].flatten(0, 1).index_select(0, places.to(value.device, non_blocking=True))
+    positions = chosen.reshape(-1).nonzero().squeeze(1)
+    items = value[low:high].flatten(0, 1).index_select(0, positions.to(value.device, non_blocking=True))
     return items, chosen.sum(1).tolist()
 
 
-def columns_of(
-    layer: str, value: Any, rows: int, mask: Tensor | None, dtype: torch.dtype | None
-) -> list[tuple[Column, int]]:
-    """The columns that a layer's value makes, and the bytes of its rows in the first batch."""
+def site_columns(
+    site: str, value: Any, rows: int, mask: Tensor | None, dtype: torch.dtype | None
+) -> list[tuple[ColumnSpec, int]]:
+    """The columns that a site's value makes, and the bytes of its rows in the first batch."""
     found = []
-    for name, part in parts(layer, value):
+    for name, part in parts(site, value):
         if len(part) != rows or (isinstance(part, Tensor) and not part.dim()):
-            raise ExtractError(f"{name!r}: {len(part)} rows for a batch of {rows}. {_ROWS_HINT}")
+            raise ExtractError(f"{shown(name)!r}: {len(part)} rows for a batch of {rows}. {_ROWS_HINT}")
         ragged = isinstance(part, Rows) or (mask is not None and part.dim() >= 3)
         items = _items(part, 0, rows, mask)[0] if ragged else part
         assert isinstance(items, Tensor)
-        kind = dtype if dtype is not None and items.is_floating_point() else items.dtype
-        if kind not in DTYPES:
-            raise ExtractError(f"{name!r}: {kind} has no place in a shard. Cast it in a transform.")
-        column = Column(name, kind, tuple(items.shape[1:]), ragged)
-        found.append((column, len(items) * column.item_bytes))
+        kept = dtype if dtype is not None and items.is_floating_point() else items.dtype
+        if kept not in DTYPES:
+            raise ExtractError(f"{shown(name)!r}: {kept} has no place in a shard. Cast it in a transform.")
+        spec = ColumnSpec(name, kept, tuple(items.shape[1:]), ragged)
+        found.append((spec, len(items) * spec.item_bytes))
     if not found:
-        raise ExtractError(f"{layer!r} gives {type(value).__name__}, which has no tensor in it.")
+        raise ExtractError(f"{shown(site)!r} gives {type(value).__name__}, which has no tensor in it.")
     return found
 
 
-def side_columns(values: dict[str, Any]) -> list[Column]:
+def extra_columns(values: dict[str, Any]) -> list[ColumnSpec]:
+    """The columns of ids and labels."""
     return [
-        Column(name, torch.uint8, (), ragged=True, text=True)
+        ColumnSpec(name, torch.uint8, (), ragged=True, text=True)
         if isinstance(value, list)
-        else Column(name, value.dtype, tuple(value.shape[1:]))
+        else ColumnSpec(name, value.dtype, tuple(value.shape[1:]))
         for name, value in values.items()
     ]

@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
-from torchhook._core.select import Selector, resolve
+from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._extract import inputs
+from torchhook._features.api import shown
+from torchhook._recording.address import Site
 from torchhook._values import tree
-from torchhook.errors import ExtractError, suggestion
+from torchhook.errors import ExtractError, SelectorError, suggestion
 from torchhook.transforms import Rows
 
 Put = Callable[[str, Any], None]
-"""Takes the address of a layer and what is kept of its value."""
-Transforms = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+"""Takes the address of a site and what is kept of its value."""
+Transform: TypeAlias = Callable[[Any], Any]
+Transforms: TypeAlias = "Transform | Mapping[Any, Transform | None] | None"
+"""One for all sites, or one for those that each selector of a mapping means."""
 
 
 class Forward:
-    """The model and the layers that are wanted of it."""
+    """The model and the sites that are wanted of it."""
 
     def __init__(
         self,
         model: nn.Module,
-        layers: Selector,
+        sites: Selector,
         *,
         transform: Transforms = None,
         input_fn: Callable[[Any], Any] | None = None,
@@ -37,13 +41,19 @@ class Forward:
     ) -> None:
         self.model, self.input_fn, self.autocast = model, input_fn, autocast
         self.index = Index(model)
-        self.targets = resolve(self.index, layers)
-        self.layers = [str(target.site) for target in self.targets]
+        self.targets = resolve(self.index, sites)
+        self.sites = [str(target.site) for target in self.targets]
         for target in self.targets:
             if target.tensor is not None or target.site.port.startswith("grad"):
                 kind = "a parameter" if target.tensor is not None else "a gradient"
-                raise ExtractError(f"{str(target.site)!r} is {kind}: only what the forward pass makes has rows.")
-        self.transforms = _by_layer(transform, self.layers)
+                raise ExtractError(f"{target.site.shown!r} is {kind}: only what the forward pass makes has rows.")
+        self.transforms = _by_site(transform, self.index, self.targets)
+        self.transform: Transform | dict[str, Transform] | None
+        """What was asked for, by the names of sites where it is not the same for all: what a store remembers."""
+        if isinstance(transform, Mapping):
+            self.transform = {site: one for site, one in self.transforms.items() if one is not None}
+        else:
+            self.transform = transform
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "index": None, "targets": [t.site for t in self.targets]}
@@ -58,14 +68,14 @@ class Forward:
         args, kwargs = inputs.move(inputs.call_of(batch, self.model, self.input_fn), device)
         session = Session(self.model, index=self.index, warn=False)
         for target in self.targets:
-            layer = str(target.site)
-            session.look(target, _hand_on(layer, self.transforms[layer], put))
+            site = str(target.site)
+            session.look(target, _hand_on(site, self.transforms[site], put))
         if stop:
             session.stop_when_seen(self.targets)
         with torch.no_grad(), self._autocast(device), session:
             self.model(*args, **kwargs)
-        for layer, why in session.recording.missing.items():
-            raise ExtractError(f"{layer!r} did not run: {why}")
+        for site, why in session.recording.missing.items():
+            raise ExtractError(f"{shown(site)!r} did not run: {why}")
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if not self.autocast:
@@ -73,26 +83,68 @@ class Forward:
         return torch.autocast(device.type, None if self.autocast is True else self.autocast)
 
 
-def _hand_on(layer: str, transform: Callable[[Any], Any] | None, put: Put) -> Look:
-    return lambda value, call: put(layer, value if transform is None else transform(value))
+def _hand_on(site: str, transform: Transform | None, put: Put) -> Look:
+    return lambda value, call: put(site, value if transform is None else transform(value))
 
 
-def _by_layer(transform: Transforms, layers: list[str]) -> dict[str, Callable[[Any], Any] | None]:
+# -- which transform a site has -----------------------------------------------------------------
+
+
+def _by_site(transform: Transforms, index: Index, targets: list[Target]) -> dict[str, Transform | None]:
+    """The transform of each site. Of a mapping, a site's own address comes before a selector that means more."""
     if not isinstance(transform, Mapping):
-        return dict.fromkeys(layers, transform)
-    for name in transform:
-        if name not in layers:
-            raise ExtractError(f"transform[{name!r}]: no such layer is extracted. {suggestion(name, layers)}")
-    return {layer: transform.get(layer) for layer in layers}
+        _check("transform=", transform)
+        return dict.fromkeys((str(target.site) for target in targets), transform)
+    for key, one in transform.items():
+        _check(f"transform[{key!r}]", one)
+    meant = [(key, _meant(key, index, targets)) for key in transform]
+    found: dict[str, Transform | None] = {}
+    for target in targets:
+        site = target.site
+        keys = [key for key, sites in meant if site in sites]
+        keys = [key for key in keys if isinstance(key, str) and key in (str(site), site.shown)] or keys
+        if len(keys) > 1:
+            raise ExtractError(
+                f"transform: {' and '.join(map(repr, keys))} all mean {site.shown!r}. Leave one, or add "
+                "that site's own address."
+            )
+        found[str(site)] = transform[keys[0]] if keys else None
+    return found
 
 
-def parts(layer: str, value: Any) -> Iterator[tuple[str, Tensor | Rows]]:
-    """The columns of a value: the layer itself for a tensor, ``layer[leaf]`` for each tensor inside another value."""
+def _check(where: str, transform: Any) -> None:
+    if transform is not None and not callable(transform):
+        raise TypeError(f"{where}: a transform is a function of the value, found {type(transform).__name__}.")
+
+
+def _meant(key: Any, index: Index, targets: list[Target]) -> list[Site]:
+    """The sites that a selector means of those that are extracted; without a call index it means every call."""
+    why: SelectorError | None = None
+    try:
+        selected = {(id(one.module), one.site.but(path="")) for one in resolve(index, key)}
+    except SelectorError as error:
+        selected, why = set(), error
+    found = []
+    for module, site in ((id(target.module), target.site) for target in targets):
+        bare = site.but(path="")  # a shared module has several paths
+        if (module, bare) in selected or (module, bare.every_call) in selected:
+            found.append(site)
+    if not found:
+        near = suggestion(str(key), [target.site.shown for target in targets])
+        raise ExtractError(f"transform[{key!r}]: no such site is extracted. {near}") from why
+    return found
+
+
+# -- what a value is made of ---------------------------------------------------------------------
+
+
+def parts(site: str, value: Any) -> Iterator[tuple[str, Tensor | Rows]]:
+    """The columns of a value: the site itself for a tensor, ``site[leaf]`` for each tensor inside another value."""
     if isinstance(value, Tensor):
-        yield layer, Rows(value.unbind()) if value.is_nested else value
+        yield site, Rows(value.unbind()) if value.is_nested else value
     elif isinstance(value, Rows):
-        yield layer, value
+        yield site, value
     else:
         for address, leaf in tree.leaves(value):
             if isinstance(leaf, Tensor):
-                yield f"{layer}[{address}]", leaf
+                yield f"{site}[{address}]", leaf

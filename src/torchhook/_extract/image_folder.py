@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
 from torchhook.errors import ExtractError, require
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder(Dataset[Any]):
     """Every image below a folder, in the order of their paths. Images in folders of their own are labelled by them.
 
     ``ids`` are the paths, relative to the folder. Images are resized by the shorter side, cropped in the middle and
-    normalised; ``for_model`` takes these settings from a timm model.
+    normalized; ``for_model`` takes these settings from a timm model.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class ImageFolder(Dataset[Any]):
         *,
         size: int | tuple[int, int] = 224,
         crop: float = 0.875,
-        mean: Sequence[float] = _MEAN,
-        std: Sequence[float] = _STD,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
         interpolation: str = "bicubic",
     ) -> None:
         self.root = Path(root)

@@ -10,13 +10,13 @@ from typing import Any
 from tqdm import tqdm
 
 from torchhook._extract.writer import Done
-from torchhook._features.manifest import Plan
+from torchhook._features.api import Manifest
 
 
 class Progress:
     """Hears of rows from the model and of shards from the writers."""
 
-    def __init__(self, plan: Plan, rows_done: int, show: bool, text: str) -> None:
+    def __init__(self, manifest: Manifest, rows_done: int, show: bool, text: str) -> None:
         self._lock = threading.Lock()
         self._start = time.perf_counter()
         self.bytes = 0
@@ -25,7 +25,7 @@ class Progress:
         self._bar: Any = None
         if show:
             tqdm.write(f"extract: {text}", file=sys.stderr)
-            self._bar = tqdm(total=plan.rows, initial=rows_done, unit=" rows", unit_scale=True, dynamic_ncols=True)
+            self._bar = tqdm(total=manifest.rows, initial=rows_done, unit=" rows", unit_scale=True, dynamic_ncols=True)
 
     def rows(self, rows: int) -> None:
         if self._bar is not None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torchhook._extract import engines
 from torchhook._extract.progress import Progress
 from torchhook._extract.task import Task
 from torchhook._extract.writer import Done
@@ -63,19 +62,12 @@ def on_ray(
     """
     ray = require("ray", "ray")
     data = require("ray.data", "ray")
-    todo = engines.missing(task.place, task.plan)
+    todo = task.store.missing(task.manifest)
     if not todo:
-        return task.plan.rows
+        return task.manifest.rows
     if not ray.is_initialized():
         ray.init()
-    there = ray.cluster_resources()
-    gpus, cpus = there.get("GPU", 0.0), there.get("CPU", 0.0)
-    if num_gpus is None:
-        num_gpus = 1.0 if gpus else 0.0
-    if actors is None:
-        actors = int(gpus / num_gpus) if num_gpus else max(1, int(cpus) // 2)
-    actors = min(actors, len(todo))
-    num_cpus = _share_of(cpus, actors, num_cpus)
+    actors, num_cpus, num_gpus = _pool(ray.cluster_resources(), len(todo), actors, num_cpus, num_gpus)
     if num_gpus and task.device is None:
         task.device = "cuda"
     held = ray.put(task)  # an actor that is started again needs it, however late
@@ -96,7 +88,20 @@ def on_ray(
             shard, rows, nbytes, ours, skipped = json.loads(row["done"])
             progress.rows(rows)
             progress.shard(Done(shard, rows, nbytes, ours, {int(number): why for number, why in skipped.items()}))
-    return task.plan.rows
+    return task.manifest.rows
+
+
+def _pool(
+    there: dict[str, float], tasks: int, actors: int | None, num_cpus: float | None, num_gpus: float | None
+) -> tuple[int, float, float]:
+    """How many actors, and the CPUs and GPUs of each, where the user leaves it open."""
+    gpus, cpus = there.get("GPU", 0.0), there.get("CPU", 0.0)
+    if num_gpus is None:
+        num_gpus = 1.0 if gpus else 0.0
+    if actors is None:
+        actors = int(gpus / num_gpus) if num_gpus else max(1, int(cpus) // 2)
+    actors = min(actors, tasks)
+    return actors, _share_of(cpus, actors, num_cpus), num_gpus
 
 
 def _share_of(cpus: float, actors: int, num_cpus: float | None) -> float:

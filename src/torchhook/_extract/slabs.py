@@ -7,15 +7,14 @@ pinned, and the copy runs on a stream of its own.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._features import direct_io
-from torchhook._features.manifest import IDS, LABELS, Column
+from torchhook._features.api import IDS, LABELS, ColumnSpec, aligned_empty, shown
+from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError
 
 _SATURATES = torch.float8_e4m3fn
@@ -30,56 +29,22 @@ def in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(value.abs() > _MOST, math.nan, value)
 
 
-class HostCopies:
-    """Copies into slabs. From CUDA they run on a side stream, and ``mark`` gives the event to wait for."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        if not source.is_cuda:
-            into.copy_(source)
-            return
-        stream = self._streams.get(source.device)
-        if stream is None:
-            stream = self._streams[source.device] = torch.cuda.Stream(source.device)
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
-            into.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
-        # Held until the copy is done: nobody may be given the memory that it reads from.
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
-        self._pending.append((done, source))
-
-    def mark(self) -> list[torch.cuda.Event]:
-        """Events that are over when every copy so far is."""
-        events = []
-        for stream in self._streams.values():
-            event = torch.cuda.Event()
-            event.record(stream)
-            events.append(event)
-        return events
-
-
 class Fixed:
     """Rows of one shape."""
 
-    def __init__(self, column: Column, rows: int, pin: bool) -> None:
-        self.column = column
-        self.data = direct_io.empty((rows, *column.shape), column.dtype, pin)
+    def __init__(self, spec: ColumnSpec, rows: int, pin: bool) -> None:
+        self.spec = spec
+        self.data = aligned_empty((rows, *spec.shape), spec.dtype, pin)
 
     def put(self, at: int, rows: Tensor, copies: HostCopies) -> None:
-        copies.copy(self.data[at : at + len(rows)], rows)
+        copies.copy(rows, into=self.data[at : at + len(rows)])
 
     def blank(self, at: int) -> None:
         """A row that was skipped: NaN, or zero where the dtype has none."""
-        self.data[at] = math.nan if self.column.dtype.is_floating_point else 0
+        self.data[at] = math.nan if self.spec.dtype.is_floating_point else 0
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
-        return {self.column.name: self.data[:rows]}
+        return {self.spec.name: self.data[:rows]}
 
     def row(self, at: int) -> Tensor:
         return self.data[at]
@@ -88,15 +53,15 @@ class Fixed:
 class Ragged:
     """Rows of different lengths, end to end. The memory grows to that of the largest shard so far."""
 
-    def __init__(self, column: Column, rows: int, pin: bool, items: int) -> None:
-        self.column = column
+    def __init__(self, spec: ColumnSpec, rows: int, pin: bool, items: int) -> None:
+        self.spec = spec
         self.pin = pin
         self.offsets = torch.zeros(rows + 1, dtype=torch.int64)
         self.filled = 0
         self.data = self._empty(items)
 
     def _empty(self, items: int) -> Tensor:
-        return direct_io.empty((items, *self.column.shape), self.column.dtype, self.pin)
+        return aligned_empty((items, *self.spec.shape), self.spec.dtype, self.pin)
 
     def put(self, at: int, items: Tensor, lengths: Sequence[int], copies: HostCopies) -> None:
         """Rows from ``at`` on, replacing any that were put there or later."""
@@ -104,12 +69,11 @@ class Ragged:
         start = int(self.offsets[at])
         end = start + len(items)
         if end > len(self.data):
-            for event in copies.mark():
-                event.synchronize()
+            copies.wait()
             grown = self._empty(max(end, len(self.data) * 3 // 2))
             grown[:start] = self.data[:start]
             self.data = grown
-        copies.copy(self.data[start:end], items)
+        copies.copy(items, into=self.data[start:end])
         self.offsets[at + 1 : at + 1 + len(lengths)] = start + torch.tensor(lengths, dtype=torch.int64).cumsum(0)
         self.filled = at + len(lengths)
 
@@ -126,7 +90,7 @@ class Ragged:
     def tensors(self, rows: int) -> dict[str, Tensor]:
         self._extend(max(rows, self.filled))
         items = int(self.offsets[rows])
-        return {self.column.name: self.data[:items], self.column.offsets: self.offsets[: rows + 1]}
+        return {self.spec.name: self.data[:items], self.spec.offsets: self.offsets[: rows + 1]}
 
     def row(self, at: int) -> Tensor:
         return self.data[int(self.offsets[at]) : int(self.offsets[at + 1])]
@@ -139,7 +103,7 @@ class Ragged:
 class Slab:
     """The columns of one shard, being filled."""
 
-    def __init__(self, columns: Iterable[Column], rows: int, row_bytes: int, pin: bool) -> None:
+    def __init__(self, specs: Iterable[ColumnSpec], rows: int, row_bytes: int, pin: bool) -> None:
         self.rows = 0
         self.shard = -1
         self.skipped: dict[int, str] = {}
@@ -147,12 +111,12 @@ class Slab:
         self.metadata: dict[str, str] = {}
         self.ready: list[torch.cuda.Event] = []
         self.columns: dict[str, Fixed | Ragged] = {}
-        for column in columns:
-            if column.ragged:
-                items = max(1, rows * row_bytes // max(1, column.item_bytes)) if not column.text else rows * 32
-                self.columns[column.name] = Ragged(column, rows, pin, items)
+        for spec in specs:
+            if spec.ragged:
+                items = max(1, rows * row_bytes // max(1, spec.item_bytes)) if not spec.text else rows * 32
+                self.columns[spec.name] = Ragged(spec, rows, pin, items)
             else:
-                self.columns[column.name] = Fixed(column, rows, pin)
+                self.columns[spec.name] = Fixed(spec, rows, pin)
 
     def begin(self, shard: int) -> Slab:
         self.shard, self.rows, self.ready = shard, 0, []
@@ -174,7 +138,7 @@ class Slab:
 
 def bad_rows(slab: Slab, column: Fixed | Ragged, overflow: bool) -> list[int]:
     """Rows with a NaN in them, or, where a cast may overflow, an infinity."""
-    data = column.tensors(slab.rows)[column.column.name]
+    data = column.tensors(slab.rows)[column.spec.name]
     if not data.is_floating_point() or not data.numel():
         return []
     if data.dtype.itemsize == 1:
@@ -207,15 +171,15 @@ def check_values(slab: Slab, first_row: int, overflow: bool, skip: bool) -> None
         if not bad:
             continue
         value = bool(torch.isnan(column.row(bad[0]).float()).any())
-        what = "NaN" if value else f"infinity after the cast to {column.column.dtype}"
-        if overflow and column.column.dtype == _SATURATES:
+        what = "NaN" if value else f"infinity after the cast to {column.spec.dtype}"
+        if overflow and column.spec.dtype == _SATURATES:
             what, value = f"NaN, or infinity after the cast to {_SATURATES}", False
         if not skip:
             listed = ", ".join(str(first_row + row) for row in bad[:8]) + (", …" if len(bad) > 8 else "")
             remedy = "nan='keep' stores them as they are" if value else "dtype=torch.bfloat16 has the range of float32"
             raise ExtractError(
-                f"{name!r}: {what} in {len(bad)} row{'s' * (len(bad) != 1)} ({listed}). The shard was not written. "
-                f"on_error='skip' leaves such rows out; {remedy}."
+                f"{shown(name)!r}: {what} in {len(bad)} row{'s' * (len(bad) != 1)} ({listed}). The shard was not "
+                f"written. on_error='skip' leaves such rows out; {remedy}."
             )
         for row in bad:
-            slab.skipped[row] = f"{what} in {name!r}"
+            slab.skipped[row] = f"{what} in {shown(name)!r}"

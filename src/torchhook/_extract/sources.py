@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from torchhook._extract.batches import Batch, Cuts, Tolerant, TolerantCollate, copied, split, why
+from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
+from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import rows_in
 from torchhook.errors import ExtractError
 
@@ -52,16 +53,16 @@ class Indexed:
         if first is not None and spans and spans[0][0] == first.start and first.start + first.span <= spans[0][1]:
             yield first
             spans[0] = (first.start + first.span, spans[0][1])
-        plan = Cuts(spans, self.batch_size, self.order, self.ends)
+        sampler = SpanSampler(spans, self.batch_size, self.order, self.ends)
         loader: Any = DataLoader(
             cast(Any, Tolerant(self.dataset) if self.tolerant else self.dataset),
-            batch_sampler=plan,
+            batch_sampler=sampler,
             collate_fn=TolerantCollate(self.collate) if self.tolerant else self.collate,
             generator=torch.Generator().manual_seed(0),  # else a loader draws from the process's own random numbers
             **self.options,
         )
-        if len(plan):
-            for (start, stop), value in zip(plan.cuts(), loader, strict=True):
+        if len(sampler):
+            for (start, stop), value in zip(sampler.cuts(), loader, strict=True):
                 yield self._batch(start, stop, value)
 
     def _batch(self, start: int, stop: int, value: Any) -> Batch:
@@ -134,43 +135,53 @@ Source = Indexed | Stream
 
 def source(data: Any, batch_size: int | None, workers: int | None, tolerant: bool, pin: bool = False) -> Source:
     """Make a source of anything that holds data."""
-    options: dict[str, Any] = {"num_workers": workers or 0, "pin_memory": pin}
     if isinstance(data, DataLoader):
-        return _of_loader(data, batch_size, workers, tolerant, options)
-    if type(data).__module__.split(".")[0] == "datasets" and hasattr(data, "with_format"):
-        settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
-        if settings["type"] is None:
-            data = data.with_format("torch")  # else numbers come as Python lists, which collate the wrong way round
-    if isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not _is_map(data)):
-        if isinstance(data, IterableDataset):
-            loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
-            return Stream(loader, batch_size or BATCH, tolerant)
-        if batch_size is None:
-            return Stream(data, tolerant=tolerant)
-        return Stream(_chunks(data, batch_size), batch_size, tolerant)
+        return _of_loader(data, batch_size, workers, tolerant)
+    options: dict[str, Any] = {"num_workers": workers or 0, "pin_memory": pin}
+    data = _giving_tensors(data)
+    if isinstance(data, IterableDataset):
+        loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
+        return Stream(loader, batch_size or BATCH, tolerant)
     if _is_map(data):
         return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
+    if hasattr(data, "__iter__"):
+        return Stream(data if batch_size is None else _chunks(data, batch_size), batch_size, tolerant)
     raise TypeError(
         f"data is a {type(data).__name__}; expected a data set, a DataLoader, an iterable of batches, "
         "a tensor of rows, or the path of a folder of images."
     )
 
 
+def _giving_tensors(data: Any) -> Any:
+    """A data set of Hugging Face's gives numbers as Python lists, which collate the wrong way round, unless told."""
+    if type(data).__module__.split(".")[0] != "datasets" or not hasattr(data, "with_format"):
+        return data
+    settings = getattr(data, "format", None) or {"type": getattr(data, "_formatting", None)}
+    return data.with_format("torch") if settings["type"] is None else data
+
+
+def own_ids(source: Source) -> Any:
+    """Ids that a data set brings along: its own, or the paths of an image folder in torchvision's manner."""
+    if isinstance(source, Stream):
+        return None
+    dataset = source.dataset
+    samples = getattr(dataset, "samples", None)
+    if isinstance(dataset, ImageFolder):
+        ids = dataset.ids
+    elif isinstance(samples, list) and samples and isinstance(samples[0], tuple) and isinstance(samples[0][0], str):
+        ids = [sample[0] for sample in samples]
+    else:
+        return None
+    return [ids[row] for row in source.order] if len(ids) == len(dataset) else None
+
+
 def _is_map(data: Any) -> bool:
     return isinstance(data, (Tensor, np.ndarray)) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
 
 
-def _of_loader(
-    loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool, options: Any
-) -> Source:
+def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool) -> Source:
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, loader.batch_size, tolerant)
-    for name in ("timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "pin_memory"):
-        options[name] = getattr(loader, name)
-    options["num_workers"] = loader.num_workers if workers is None else workers
-    if not options["num_workers"]:
-        for name in ("timeout", "multiprocessing_context", "prefetch_factor"):
-            options.pop(name)
     if loader.batch_sampler is None:
         return Stream(loader, tolerant=tolerant)
     listed = _listed(loader)
@@ -184,9 +195,18 @@ def _of_loader(
         ends=ends,
         batch_size=batch_size or loader.batch_size or BATCH,
         collate=loader.collate_fn,
-        options=options,
+        options=_options_of(loader, workers),
         tolerant=tolerant,
     )
+
+
+def _options_of(loader: DataLoader[Any], workers: int | None) -> dict[str, Any]:
+    """How a loader loads, for one of ours that loads the same rows."""
+    options: dict[str, Any] = {name: getattr(loader, name) for name in ("worker_init_fn", "pin_memory")}
+    options["num_workers"] = loader.num_workers if workers is None else workers
+    if options["num_workers"]:  # refused without workers
+        options |= {name: getattr(loader, name) for name in ("timeout", "multiprocessing_context", "prefetch_factor")}
+    return options
 
 
 def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:

@@ -10,23 +10,22 @@ import torch
 
 from torchhook._extract import fingerprint
 from torchhook._extract.batches import Batch
-from torchhook._extract.eval_mode import at_rest
-from torchhook._extract.fill import Fill, Sides, pieces
+from torchhook._extract.eval_mode import evaluating_on
+from torchhook._extract.fill import Extras, Fill, pieces
 from torchhook._extract.forward import Forward
-from torchhook._extract.slabs import HostCopies, Slab
+from torchhook._extract.slabs import Slab
 from torchhook._extract.sources import Source
 from torchhook._extract.writer import Done, Writer
-from torchhook._features import shards
-from torchhook._features.manifest import Plan
-from torchhook._features.storage import Place
+from torchhook._features.api import Manifest, Store
+from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError, note
 
 SLABS = 4
 Wanted = Callable[[int], bool]
 
 
-class Head(NamedTuple):
-    """A batch that was run already, and the values of the layers."""
+class FirstBatch(NamedTuple):
+    """The batch that was measured, and the values of its sites, so that it need not be run again."""
 
     batch: Batch
     values: dict[str, Any]
@@ -38,16 +37,16 @@ class Task:
 
     forward: Forward
     source: Source
-    sides: Sides
-    plan: Plan
-    place: Place
+    extras: Extras
+    manifest: Manifest
+    store: Store
     device: torch.device | str | None = None
     skip: bool = False
     check_nan: bool = True
-    head: Head | None = None
+    first: FirstBatch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "head": None}
+        return {**self.__dict__, "first": None}
 
     def do_shard(self, shard: int) -> Done:
         """Do one shard."""
@@ -66,11 +65,11 @@ class Task:
         ``done`` hears of each committed shard, from a writer's thread; ``passed`` of each batch.
         """
         wanted = todo if callable(todo) else set(todo).__contains__
-        spans = [] if callable(todo) else [self.plan.span(shard) for shard in todo]
-        with at_rest(self.forward.model, self.device) as device:
+        spans = [] if callable(todo) else [self.manifest.span(shard) for shard in todo]
+        with evaluating_on(self.forward.model, self.device) as device:
             writer = Writer(
-                self.place,
-                self.plan,
+                self.store,
+                self.manifest,
                 pin=device.type == "cuda",
                 slabs=SLABS,
                 skip=self.skip,
@@ -100,16 +99,16 @@ class _Run:
 
     def __init__(self, task: Task, device: torch.device, writer: Writer, wanted: Wanted) -> None:
         self.task, self.device, self.writer, self.wanted = task, device, writer, wanted
-        self.size = task.plan.rows_per_shard
+        self.size = task.manifest.rows_per_shard
         self.copies = HostCopies()
-        self.fill = Fill(task.plan.columns, self.copies)
+        self.fill = Fill(task.manifest.columns, self.copies)
         self.open: dict[int, Slab] = {}
-        self.head, task.head = task.head, None  # needed once
-        self.stored: dict[str, int] | None = None
+        self.first, task.first = task.first, None  # needed once
+        self.stored: dict[int, int] | None = None
 
     def over(self, spans: list[tuple[int, int]], passed: Callable[[int], None]) -> int:
         end = 0
-        batches = self.task.source.batches(spans, self.head and self.head.batch)
+        batches = self.task.source.batches(spans, self.first and self.first.batch)
         while True:
             try:
                 batch = next(batches, None)
@@ -133,35 +132,38 @@ class _Run:
                 f"a batch of {batch.span} rows reaches over {len(touched)} shards of {self.size} rows; it may reach "
                 f"over {SLABS - 1} at most. rows_per_shard must be at least half of the largest batch."
             )
-        stream = self.task.source.kind == "stream"
-        begun = stream and any(k * self.size >= batch.start for k in touched)
-        check = fingerprint.of_batch(batch.value) if begun else None
-        for shard in touched:
-            begins = shard * self.size >= batch.start
-            if not self.wanted(shard):
-                if begins and check is not None:
-                    self._same_order(shard, check)
-            elif shard not in self.open:
-                self.open[shard] = self.writer.take(shard)
-                if check is not None:
-                    self.open[shard].metadata["check"] = check
+        self._open(batch, touched)
         slabs = {shard: self.open[shard] for shard in touched if shard in self.open}
         if slabs:
             self._features(batch, slabs)
         for shard, slab in slabs.items():
-            first, last = self.task.plan.span(shard)
+            first, last = self.task.manifest.span(shard)
             slab.rows = min(end, last) - first
             if end >= last:
                 self._submit(shard)
 
+    def _open(self, batch: Batch, touched: range) -> None:
+        """Take slabs for the shards that begin in a batch and are wanted; what a stream has stored must be the same."""
+        stream = self.task.source.kind == "stream"
+        begun = [shard for shard in touched if shard * self.size >= batch.start]
+        check = fingerprint.of_batch(batch.value) if stream and begun else None
+        for shard in touched:
+            if self.wanted(shard):
+                if shard not in self.open:
+                    slab = self.open[shard] = self.writer.take(shard)
+                    if check is not None:
+                        slab.metadata["check"] = check
+            elif check is not None and shard in begun:
+                self._same_order(shard, check)
+
     def _submit(self, shard: int) -> None:
         slab = self.open.pop(shard)
-        slab.ready = self.copies.mark()
+        slab.ready = self.copies.events()
         self.writer.submit(slab)
 
     def _features(self, batch: Batch, slabs: dict[int, Slab]) -> None:
-        for place, why in batch.failed.items():
-            self._skip(batch.start + place, why, slabs)
+        for position, why in batch.failed.items():
+            self._skip(batch.start + position, why, slabs)
         if batch.value is None:
             return
         try:
@@ -185,27 +187,25 @@ class _Run:
         into = pieces(batch.start, good, slabs, self.size)
         if not into:
             return
-        self.fill.begin(into, len(good), batch.start, task.sides.mask(batch.value))
-        self.fill.sides(task.sides.of(batch.value, batch.start, good))
-        if self.head is not None and self.head.batch[:2] == batch[:2]:
-            for layer, value in self.head.values.items():
-                self.fill.features(layer, value)
-            self.head = None
+        self.fill.begin(into, len(good), batch.start, task.extras.mask(batch.value))
+        self.fill.extras(task.extras.of(batch.value, batch.start, good))
+        if self.first is not None and self.first.batch[:2] == batch[:2]:
+            for site, value in self.first.values.items():
+                self.fill.features(site, value)
+            self.first = None
             return
         task.forward(batch.value, self.device, self.fill.features)
 
     def _same_order(self, shard: int, check: str) -> None:
         """A stream that is resumed must begin with the rows that are stored already."""
-        name = shards.name_of(shard)
         if self.stored is None:
-            self.stored = self.task.place.sizes(shards.FOLDER)
-        found = self.stored.get(name)
-        if found is None:
+            self.stored = self.task.store.sizes()
+        size = self.stored.get(shard)
+        if size is None:
             return  # another rank's, written since or not yet
-        header = shards.header(name, lambda a, b: self.task.place.read(name, a, b), found)
-        if header.metadata.get("check") != check:
+        if self.task.store.header(shard, size).metadata.get("check") != check:
             raise ExtractError(
-                f"{self.task.place.url}: from row {shard * self.size} on, the data is not what shard {shard} was made "
+                f"{self.task.store.url}: from row {shard * self.size} on, the data is not what shard {shard} was made "
                 "of. A stream can be resumed only if it repeats its order and its values: turn "
                 "shuffling and random augmentation off, or begin again with resume=False."
             )

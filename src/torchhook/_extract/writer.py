@@ -13,9 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchhook._extract.slabs import Slab, check_values
-from torchhook._features import shards
-from torchhook._features.manifest import Plan
-from torchhook._features.storage import Place
+from torchhook._features.api import Manifest, Store
 from torchhook.errors import note
 
 _NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may overflow
@@ -38,8 +36,8 @@ class Writer:
 
     def __init__(
         self,
-        place: Place,
-        plan: Plan,
+        store: Store,
+        manifest: Manifest,
         *,
         pin: bool = False,
         slabs: int = 4,
@@ -48,7 +46,7 @@ class Writer:
         check_nan: bool = True,
         done: Callable[[Done], None] = lambda done: None,
     ) -> None:
-        self._place, self._plan, self._done = place, plan, done
+        self._store, self._manifest, self._done = store, manifest, done
         self._pin, self._unmade = pin, slabs
         self._skip, self._check_nan = skip, check_nan
         self._free: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
@@ -63,9 +61,9 @@ class Writer:
         self._raise()
         if self._free.empty() and self._unmade:
             self._unmade -= 1
-            plan = self._plan
-            rows = plan.rows_per_shard if plan.rows is None else min(plan.rows_per_shard, plan.rows)
-            return Slab(plan.columns, rows, plan.row_bytes, self._pin).begin(shard)
+            about = self._manifest
+            rows = about.rows_per_shard if about.rows is None else min(about.rows_per_shard, about.rows)
+            return Slab(about.columns, rows, about.row_bytes, self._pin).begin(shard)
         slab = self._free.get()
         self._raise()
         assert slab is not None
@@ -100,13 +98,12 @@ class Writer:
     def _commit(self, slab: Slab) -> None:
         for event in slab.ready:
             event.synchronize()
-        first, _ = self._plan.span(slab.shard)
+        first, _ = self._manifest.span(slab.shard)
         if self._check_nan:
-            check_values(slab, first, self._plan.dtype in _NARROW, self._skip)
+            check_values(slab, first, self._manifest.dtype in _NARROW, self._skip)
         metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows), **slab.metadata}
         if slab.skipped:
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
-        chunks = shards.encode(slab.tensors(), metadata)
-        ours = self._place.create(shards.name_of(slab.shard), chunks)
+        nbytes, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
         skipped = {first + row: why for row, why in slab.skipped.items()}
-        self._done(Done(slab.shard, slab.rows, sum(map(len, chunks)), ours, skipped))
+        self._done(Done(slab.shard, slab.rows, nbytes, ours, skipped))

@@ -1,5 +1,6 @@
-"""The store on disk: what was run (``manifest``), shards, where they lie (``storage``), reading. Runs no model.
+"""The store on disk. Runs no model.
 
-Enter at ``api``: ``Features`` → ``columns`` → ``reading``; ``dataset``, ``statistics``, ``export`` and ``verify`` use
-those.
+Enter at ``api``. Writing: ``store`` → ``manifest``, ``shards``, ``index`` → ``storage`` (a folder or a bucket) →
+``direct_io``. Reading: ``features`` → ``columns`` → ``reading``; ``dataset``, ``statistics`` and ``export`` use those.
+``verify`` reads every byte.
 """

@@ -10,40 +10,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._features.manifest import Column
-from torchhook._features.reading import Mapped, Shelf
+from torchhook._features.manifest import ColumnSpec
+from torchhook._features.reading import MappedShard, OpenShards
 from torchhook.errors import IncompleteStoreError
 
 
-class Values:
+class Column:
     """The rows of one column. What is read is a copy: changing it changes nothing here.
 
     Rows of different lengths come as lists of tensors, text as strings.
     """
 
-    def __init__(self, column: Column, rows: int, rows_per_shard: int, shelf: Shelf, missing: frozenset[int]) -> None:
-        self.column, self._rows, self._per_shard, self._shelf, self._missing = (
-            column,
-            rows,
-            rows_per_shard,
-            shelf,
-            missing,
-        )
+    def __init__(
+        self, spec: ColumnSpec, rows: int, rows_per_shard: int, open_shards: OpenShards, missing: frozenset[int]
+    ) -> None:
+        self.spec, self._rows, self._per_shard = spec, rows, rows_per_shard
+        self._shards, self._missing = open_shards, missing
         self._tensors: dict[int, Tensor] = {}
         self._offsets: dict[int, Tensor] = {}
 
     @property
     def name(self) -> str:
-        return self.column.name
+        return self.spec.name
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.column.dtype
+        return self.spec.dtype
 
     @property
     def shape(self) -> tuple[int | None, ...]:
         """``None`` stands for a length that differs from row to row."""
-        return (self._rows, *((None,) if self.column.ragged else ()), *self.column.shape)
+        return (self._rows, *((None,) if self.spec.ragged else ()), *self.spec.shape)
 
     def __len__(self) -> int:
         return self._rows
@@ -52,7 +49,7 @@ class Values:
         return (self[i] for i in range(self._rows))
 
     def __repr__(self) -> str:
-        return f"<{self.column}, {self._rows:,} rows>"
+        return f"<{self.spec}, {self._rows:,} rows>"
 
     def __getitem__(self, key: Any) -> Any:
         if type(key) is int and 0 <= key < self._rows:  # the common case first, and short
@@ -77,8 +74,8 @@ class Values:
                 f"{self.name!r}: the rows from {shard * self._per_shard} on are in shard {shard}, which is "
                 "missing. Run the same extract call again."
             )
-        found = self._shelf[shard]
-        if isinstance(found, Mapped) and not self.column.ragged:
+        found = self._shards[shard]
+        if isinstance(found, MappedShard) and not self.spec.ragged:
             if len(self._tensors) > 4096:
                 self._tensors.clear()
             self._tensors[shard] = found.tensor(self.name)
@@ -86,33 +83,33 @@ class Values:
 
     def _one(self, shard: int, at: int) -> Any:
         found = self._shard(shard)
-        if not self.column.ragged:
+        if not self.spec.ragged:
             return found.rows(self.name, at, at + 1)[0].clone()
         return self._ragged(shard, at, at + 1)[0]
 
     def block(self, shard: int, low: int, high: int) -> Any:
         """Rows of one shard as they lie there: not to be written to."""
         found = self._shard(shard)
-        return self._ragged(shard, low, high) if self.column.ragged else found.rows(self.name, low, high)
+        return self._ragged(shard, low, high) if self.spec.ragged else found.rows(self.name, low, high)
 
     def _ragged(self, shard: int, low: int, high: int) -> list[Any]:
         found = self._shard(shard)
         offsets = self._offsets.get(shard)
         if offsets is None:
-            _, shape, _, _ = found.header.span(self.column.offsets)
-            offsets = self._offsets[shard] = found.rows(self.column.offsets, 0, shape[0]).clone()
+            _, shape, _, _ = found.header.span(self.spec.offsets)
+            offsets = self._offsets[shard] = found.rows(self.spec.offsets, 0, shape[0]).clone()
             if len(self._offsets) > 1024:
                 self._offsets.pop(next(iter(self._offsets)))
         ends = offsets[low : high + 1].tolist()
         items = found.rows(self.name, ends[0], ends[-1])
         rows = [items[a - ends[0] : b - ends[0]] for a, b in itertools.pairwise(ends)]
-        return [bytes(row.numpy()).decode() for row in rows] if self.column.text else [row.clone() for row in rows]
+        return [bytes(row.numpy()).decode() for row in rows] if self.spec.text else [row.clone() for row in rows]
 
     def _span(self, first: int, last: int) -> Any:
         if first == last:
-            return [] if self.column.ragged else torch.empty((0, *self.column.shape), dtype=self.dtype)
+            return [] if self.spec.ragged else torch.empty((0, *self.spec.shape), dtype=self.dtype)
         parts = [self.block(shard, low, high) for shard, low, high in self._cuts(first, last)]
-        return [row for part in parts for row in part] if self.column.ragged else torch.cat(parts)
+        return [row for part in parts for row in part] if self.spec.ragged else torch.cat(parts)
 
     def _cuts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         for shard in range(first // self._per_shard, (last - 1) // self._per_shard + 1):
@@ -121,11 +118,11 @@ class Values:
 
     def take(self, rows: list[int]) -> Any:
         """Rows by number, without the checks of an index: for numbers that are known to be right."""
-        if self.column.ragged:
+        if self.spec.ragged:
             return [self._one(*divmod(row, self._per_shard)) for row in rows]
         if not rows:
-            return torch.empty((0, *self.column.shape), dtype=self.dtype)
-        if not self._shelf.mapped:
+            return torch.empty((0, *self.spec.shape), dtype=self.dtype)
+        if not self._shards.mapped:
             return self._gather_ranges(rows)
         per_shard, known, views = self._per_shard, self._tensors, []
         for row in rows:
@@ -137,7 +134,7 @@ class Values:
 
     def _gather_ranges(self, rows: list[int]) -> Tensor:
         """Neighbours are read together."""
-        out = torch.empty((len(rows), *self.column.shape), dtype=self.dtype)
+        out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype)
         order = sorted(range(len(rows)), key=rows.__getitem__)
         at = 0
         while at < len(order):
@@ -162,9 +159,9 @@ class Values:
     def numpy(self) -> np.ndarray[Any, Any]:
         """All rows as an array. bfloat16 and fp8, which numpy lacks, become float32; ragged rows an object array."""
         found = self[:]
-        if self.column.ragged:
+        if self.spec.ragged:
             array = np.empty(len(found), dtype=object)
-            array[:] = found if self.column.text else [as_numpy(row) for row in found]
+            array[:] = found if self.spec.text else [as_numpy(row) for row in found]
             return array
         return as_numpy(found)
 

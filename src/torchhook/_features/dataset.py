@@ -17,7 +17,7 @@ from torchhook._features.columns import numbers
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
-    from torchhook._features.api import Features
+    from torchhook._features.features import Features
 
 
 _SMALL = 64 << 20
@@ -30,14 +30,21 @@ def _unbound(rows: Any) -> Sequence[Any]:
 class FeatureDataset(Dataset[Any]):
     """Rows of a store: ``x``, or ``(x, label)`` where there are labels, or ``(x, label, id)`` with ``ids=True``.
 
-    ``x`` is a tensor for one layer and a dict for several. Rows that were skipped or are missing are left out;
-    ``rows`` chooses others. ``dataset[[1, 5, 9]]`` is a batch, read at once; ``loader`` makes such batches.
+    ``dataset[[1, 5, 9]]`` is a batch, read at once; ``loader`` makes such batches.
+
+    Args:
+        features: The store.
+        sites: One site, whose rows ``x`` are tensors, or several, whose rows are dicts; all of them by default.
+        labels: Whether labels come along; by default if the store has any.
+        ids: Whether ids come along.
+        rows: Which rows, by number, slice, list or mask; by default all that were neither skipped nor are missing.
+        transform: A function of ``x``: of one row, or of a batch where a batch is read at once.
     """
 
     def __init__(
         self,
         features: Features,
-        layers: str | Sequence[str] | None = None,
+        sites: str | Sequence[str] | None = None,
         *,
         labels: bool | None = None,
         ids: bool = False,
@@ -45,9 +52,9 @@ class FeatureDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.features, self.ids, self.transform = features, ids, transform
-        names = features.keys() if layers is None else [layers] if isinstance(layers, str) else list(layers)
-        self.single = len(names) == 1 and (layers is None or isinstance(layers, str))
-        self.layers = {name: features[name] for name in names}
+        names = features.keys() if sites is None else [sites] if isinstance(sites, str) else list(sites)
+        self.single = len(names) == 1 and (sites is None or isinstance(sites, str))
+        self.columns = {name: features[name] for name in names}
         self.labels = features.labels is not None if labels is None else labels
         if self.labels and features.labels is None:
             raise ExtractError(f"labels=True: {features.path} has no labels.")
@@ -58,8 +65,8 @@ class FeatureDataset(Dataset[Any]):
             self.rows = torch.tensor(_numbers(rows, len(features)), dtype=torch.int64)
 
     def __reduce__(self) -> Any:
-        layers = next(iter(self.layers)) if self.single else list(self.layers)
-        return _again, (self.features, layers, self.labels, self.ids, self.rows, self.transform)
+        sites = next(iter(self.columns)) if self.single else list(self.columns)
+        return _again, (self.features, sites, self.labels, self.ids, self.rows, self.transform)
 
     def __len__(self) -> int:
         return len(self.features) if self.rows is None else len(self.rows)
@@ -73,21 +80,21 @@ class FeatureDataset(Dataset[Any]):
         extras = [] if self._labels is None else [self._labels[row]]
         if self.ids:
             extras.append(self.features.ids[row])
-        return self._shaped([values[row] for values in self.layers.values()], extras)
+        return self._shaped([column[row] for column in self.columns.values()], extras)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """What a ``DataLoader`` asks for: the rows of a batch, read at once."""
         rows = self._numbers(indices)
-        columns = [_unbound(values.take(rows)) for values in self.layers.values()]
+        values = [_unbound(column.take(rows)) for column in self.columns.values()]
         extras = [_unbound(extra) for extra in self._extras(rows)]
         if self.single and self.transform is None:
-            return list(zip(columns[0], *extras, strict=True)) if extras else list(columns[0])
-        samples = zip(*columns, strict=True)
+            return list(zip(values[0], *extras, strict=True)) if extras else list(values[0])
+        samples = zip(*values, strict=True)
         return [self._shaped(x, extra) for x, extra in zip(samples, zip(*extras) if extras else repeat(()))]  # noqa: B905
 
     def _batch(self, index: Any) -> Any:
         rows = self._numbers(index)
-        return self._shaped([values[rows] for values in self.layers.values()], self._extras(rows))
+        return self._shaped([column[rows] for column in self.columns.values()], self._extras(rows))
 
     def _extras(self, rows: list[int]) -> list[Any]:
         """Labels and ids of some rows."""
@@ -101,8 +108,8 @@ class FeatureDataset(Dataset[Any]):
     def _labels(self) -> Any:
         """The labels: in memory where they are small, since there is one for every row that is read."""
         labels = self.features.labels if self.labels else None
-        small = labels is not None and len(labels) * labels.column.item_bytes <= _SMALL
-        if labels is None or labels.column.ragged or self.features.missing or not small:
+        small = labels is not None and len(labels) * labels.spec.item_bytes <= _SMALL
+        if labels is None or labels.spec.ragged or self.features.missing or not small:
             return labels
         return labels[:]
 
@@ -111,7 +118,7 @@ class FeatureDataset(Dataset[Any]):
         return chosen if self.rows is None else self.rows[chosen].tolist()
 
     def _shaped(self, values: Sequence[Any], extras: Sequence[Any]) -> Any:
-        x = values[0] if self.single else dict(zip(self.layers, values, strict=True))
+        x = values[0] if self.single else dict(zip(self.columns, values, strict=True))
         x = x if self.transform is None else self.transform(x)
         return (x, *extras) if extras else x
 
@@ -128,5 +135,5 @@ def _numbers(index: Any, rows: int) -> list[int]:
     return numbers(range(*index.indices(rows)) if isinstance(index, slice) else index, rows, "dataset")
 
 
-def _again(features: Features, layers: Any, labels: bool, ids: bool, rows: Any, transform: Any) -> FeatureDataset:
-    return FeatureDataset(features, layers, labels=labels, ids=ids, rows=rows, transform=transform)
+def _again(features: Features, sites: Any, labels: bool, ids: bool, rows: Any, transform: Any) -> FeatureDataset:
+    return FeatureDataset(features, sites, labels=labels, ids=ids, rows=rows, transform=transform)

@@ -7,8 +7,8 @@ import json
 from typing import NamedTuple
 
 from torchhook._features import shards
-from torchhook._features.manifest import Plan
-from torchhook._features.storage import Place
+from torchhook._features.manifest import Manifest
+from torchhook._features.storage import Storage
 from torchhook.errors import BrokenShardError, ExtractError
 
 NAME = "index.json"
@@ -25,57 +25,58 @@ class Entry(NamedTuple):
     skipped: dict[str, str]
 
 
-def read_headers(place: Place, sizes: dict[str, int] | None = None, broken: list[str] | None = None) -> list[Entry]:
+def read_headers(storage: Storage, sizes: dict[str, int] | None = None, broken: list[str] | None = None) -> list[Entry]:
     """The index, from the shards themselves. What is wrong with broken ones goes to ``broken``, or is raised."""
     entries = []
-    for name, nbytes in sorted((place.sizes(shards.FOLDER) if sizes is None else sizes).items()):
+    for name, nbytes in sorted((storage.sizes(shards.FOLDER) if sizes is None else sizes).items()):
         number = shards.number_of(name)
         if number is None:
             continue
         try:
-            entries.append(_entry(place, number, nbytes))
+            entries.append(_entry(storage, number, nbytes))
         except BrokenShardError as error:
             if broken is None:
-                raise BrokenShardError(f"{place.url}: {error} {REPAIR}") from error
+                raise BrokenShardError(f"{storage.url}: {error} {REPAIR}") from error
             broken.append(str(error))
     return entries
 
 
-def _entry(place: Place, shard: int, nbytes: int) -> Entry:
+def _entry(storage: Storage, shard: int, nbytes: int) -> Entry:
     name = shards.name_of(shard)
-    header = shards.header(name, lambda a, b: place.read(name, a, b), nbytes)
+    header = shards.header(name, lambda a, b: storage.read(name, a, b), nbytes)
     about = header.metadata
     return Entry(shard, int(about["rows"]), nbytes, header.crc32, json.loads(about.get("skipped", "{}")))
 
 
-def read_index(place: Place, sizes: dict[str, int], broken: list[str] | None = None) -> list[Entry]:
+def read_index(storage: Storage, sizes: dict[str, int], broken: list[str] | None = None) -> list[Entry]:
     """The index from its file, if that fits the shards that are there, else from the shards."""
     try:
-        entries = [Entry(*entry) for entry in json.loads(place.read(NAME))]
+        entries = [Entry(*entry) for entry in json.loads(storage.read(NAME))]
         if {shards.name_of(e.shard): e.size for e in entries} == {
             name: size for name, size in sizes.items() if shards.number_of(name) is not None
         }:
             return entries
     except (FileNotFoundError, ValueError, TypeError):
         pass
-    return read_headers(place, sizes, broken)
+    return read_headers(storage, sizes, broken)
 
 
-def write_index(place: Place, entries: list[Entry]) -> None:
+def write_index(storage: Storage, entries: list[Entry]) -> None:
     """Write the index, if it is not there already: a complete store may be one that cannot be written to."""
     data = json.dumps(entries).encode()
     with contextlib.suppress(FileNotFoundError):
-        if place.read(NAME) == data:
+        if storage.read(NAME) == data:
             return
-    place.replace(NAME, data)
+    storage.replace(NAME, data)
 
 
-def check_rows(place: Place, plan: Plan, entries: list[Entry]) -> None:
-    """Every shard must have the rows that the plan gives it: a stream may have ended elsewhere the last time."""
+def check_rows(storage: Storage, manifest: Manifest, entries: list[Entry]) -> None:
+    """Every shard must have the rows that the manifest gives it: a stream may have ended elsewhere the last time."""
     for entry in entries:
-        first, last = plan.span(entry.shard)
-        if entry.rows != max(0, last - first):
+        first, last = manifest.span(entry.shard)
+        expected = max(0, last - first)
+        if entry.rows != expected:
             raise ExtractError(
-                f"{place.url}: {shards.name_of(entry.shard)} holds {entry.rows} rows where {max(0, last - first)} are "
-                f"expected of {plan.rows} in all: the stream was not the same before. Begin again with resume=False."
+                f"{storage.url}: {shards.name_of(entry.shard)} holds {entry.rows} rows where {expected} are expected "
+                f"of {manifest.rows} in all: the stream was not the same before. Begin again with resume=False."
             )

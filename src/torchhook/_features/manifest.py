@@ -1,29 +1,27 @@
-"""The plan of a store, ``store.json``: what was run, on what, and how rows are cut into shards.
-
-The first writer creates it; everyone who comes later must have the same one, or is told the difference.
-"""
+"""The manifest of a store, ``store.json``: what was run, on what, and how rows are cut into shards."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from torchhook._features import shards
-from torchhook._features.storage import Place
+from torchhook._recording.address import MODEL
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._version import __version__
-from torchhook.errors import ExtractError, StoreMismatchError
+from torchhook.errors import ExtractError
 
 NAME = "store.json"
-IDS, LABELS = ":ids", ":labels"  # no address of a layer: these are no ports
+IDS, LABELS = ":ids", ":labels"  # no addresses of sites: these are no ports
 _FORMAT = "torchhook-features"
 _COMPARED = {
-    "layers": "layers",
+    "sites": "sites",
     "model": "model",
     "transform": "transform",
     "input_fn": "input_fn",
@@ -37,9 +35,29 @@ _COMPARED = {
 }
 
 
+def shown(name: str) -> str:
+    """The name of a column for people: ids and labels without their mark, the model itself with a name.
+
+    >>> shown("layer4"), shown(":ids"), shown(""), shown("[values]")
+    ('layer4', 'ids', '(model)', '(model)[values]')
+    """
+    if name in (IDS, LABELS):
+        return name[1:]
+    return MODEL + name if not name or name[0] in "/#:[" else name
+
+
+def stored(name: str) -> str:
+    """The name that a column has in the shards, however the model itself was written.
+
+    >>> stored("(model)"), stored("(model):input"), stored("layer4")
+    ('', ':input', 'layer4')
+    """
+    return re.sub(r"^\(model\)(?=$|[/#:\[])", "", name)
+
+
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """One value per row: features of a layer, ids, or labels."""
+class ColumnSpec:
+    """What a column holds, one value per row: the features of a site, ids, or labels."""
 
     name: str
     dtype: torch.dtype
@@ -62,25 +80,30 @@ class Column:
         return {**dataclasses.asdict(self), "dtype": DTYPES[self.dtype], "shape": list(self.shape)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Column:
+    def from_json(cls, data: dict[str, Any]) -> ColumnSpec:
         return cls(**{**data, "dtype": shards.BY_NAME[data["dtype"]], "shape": tuple(data["shape"])})
 
-    def __str__(self) -> str:
+    @property
+    def row(self) -> str:
+        """Dtype and shape of a row, for people; an ellipsis where rows have different lengths."""
         if self.text:
-            return f"{self.name} text"
+            return "text"
         sizes = ["…"] * self.ragged + [str(size) for size in self.shape]
-        return f"{self.name} {DTYPES[self.dtype]}({', '.join(sizes)})"
+        return f"{DTYPES[self.dtype]}({', '.join(sizes)})"
+
+    def __str__(self) -> str:
+        return f"{shown(self.name)} {self.row}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Manifest:
     """Everything that decides the bytes of a store."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[ColumnSpec, ...]
     rows: int | None
     """``None`` until an iterable without a length has come to its end."""
     rows_per_shard: int
-    layers: tuple[str, ...]
+    sites: tuple[str, ...]
     model: str
     transform: str
     input_fn: str = "None"
@@ -94,7 +117,7 @@ class Plan:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     """For people: batch size, versions. Not compared."""
 
-    def __getitem__(self, name: str) -> Column:
+    def __getitem__(self, name: str) -> ColumnSpec:
         return next(column for column in self.columns if column.name == name)
 
     @property
@@ -107,31 +130,41 @@ class Plan:
         last = first + self.rows_per_shard
         return first, last if self.rows is None else min(last, self.rows)
 
+    def missing(self, there: Collection[int]) -> list[int] | None:
+        """The shards that are not ``there``; ``None`` while nobody knows how many there will be."""
+        return None if self.shards is None else [shard for shard in range(self.shards) if shard not in there]
+
+    def rows_in(self, shards: Iterable[int]) -> int:
+        """How many rows some shards have."""
+        return sum(last - first for first, last in map(self.span, shards))
+
     def to_json(self) -> str:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["columns"] = [column.to_json() for column in self.columns]
         return json.dumps({"format": _FORMAT, "version": 1, **data}, indent=1)
 
     @classmethod
-    def from_json(cls, text: bytes | str, where: str) -> Plan:
+    def from_json(cls, text: bytes | str, where: str) -> Manifest:
         try:
             data = json.loads(text)
             if data.pop("format") != _FORMAT or data.pop("version") != 1:
                 raise ValueError("another format or version")
-            data["columns"] = tuple(Column.from_json(column) for column in data["columns"])
-            return cls(**{**data, "layers": tuple(data["layers"])})
+            data["columns"] = tuple(ColumnSpec.from_json(column) for column in data["columns"])
+            return cls(**{**data, "sites": tuple(data["sites"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ExtractError(f"{where}/{NAME} is not the plan of a feature store: {error}.") from error
+            raise ExtractError(f"{where}/{NAME} is not the manifest of a feature store: {error}.") from error
 
-    def differences(self, other: Plan) -> list[str]:
+    def differences(self, other: Manifest) -> list[str]:
         """What differs from ``other``, as sentences; empty when both would write the same bytes."""
         return list(self._differences(other))
 
-    def _differences(self, other: Plan) -> Iterator[str]:
+    def _differences(self, other: Manifest) -> Iterator[str]:
         for field, word in _COMPARED.items():
             mine, theirs = getattr(self, field), getattr(other, field)
             if field == "columns":
-                mine, theirs = [str(c) for c in mine], [str(c) for c in theirs]
+                mine, theirs = [str(column) for column in mine], [str(column) for column in theirs]
+            if field == "sites":
+                mine, theirs = [shown(site) for site in mine], [shown(site) for site in theirs]
             if field == "rows" and None in (mine, theirs) and self.source == other.source == "stream":
                 continue
             if mine != theirs:
@@ -141,30 +174,6 @@ class Plan:
 def _short(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
     return text if len(text) <= 300 else text[:297] + "…"
-
-
-def load(place: Place) -> Plan | None:
-    """The plan of the store, if there is one."""
-    try:
-        return Plan.from_json(place.read(NAME), place.url)
-    except FileNotFoundError:
-        return None
-
-
-def agree(place: Place, plan: Plan) -> Plan:
-    """Make ``plan`` the store's own, or find out that the store has the same one already."""
-    if place.create(NAME, [plan.to_json().encode()]):
-        return plan
-    there = load(place)
-    assert there is not None
-    differences = plan.differences(there)
-    if differences:
-        raise StoreMismatchError(
-            f"{place.url} holds the features of another run:\n  "
-            + "\n  ".join(differences)
-            + "\nExtract to another path, or pass resume=False to begin again there."
-        )
-    return there
 
 
 def versions() -> dict[str, str]:

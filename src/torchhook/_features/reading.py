@@ -5,27 +5,18 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchhook._features import shards
-from torchhook._features.storage import Folder, Place
+from torchhook._features.storage import Folder, Storage
 
 _MOST_MAPS = 4096  # a process may have about 65,000
 
 
-class Shard(Protocol):
-    """An open shard."""
-
-    header: shards.Header
-
-    def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows ``[low, high)`` of a tensor; they may share memory with the next ones that are read."""
-
-
-class Mapped:
+class MappedShard:
     """A shard in memory, page by page as it is read. Private: writing to a row never reaches the file."""
 
     def __init__(self, path: Path, header: shards.Header) -> None:
@@ -35,6 +26,7 @@ class Mapped:
         self._tensors: dict[str, Tensor] = {}
 
     def tensor(self, name: str) -> Tensor:
+        """A whole tensor, none of it read yet."""
         found = self._tensors.get(name)
         if found is None:
             dtype, shape, first, last = self.header.span(name)
@@ -48,42 +40,44 @@ class Mapped:
         return found
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)`` of a tensor, as they lie in the map."""
         return self.tensor(name)[low:high]
 
 
-class Ranged:
+class RangedShard:
     """A shard of which only the bytes asked for are read: from an object store, or from a disk that is not cached."""
 
-    def __init__(self, place: Place, name: str, header: shards.Header) -> None:
-        self.header, self._place, self._name = header, place, name
+    def __init__(self, storage: Storage, name: str, header: shards.Header) -> None:
+        self.header, self._storage, self._name = header, storage, name
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
+        """Rows ``[low, high)`` of a tensor, read now."""
         dtype, shape, first, last = self.header.span(name)
         row = (last - first) // shape[0] if shape[0] else 0
-        data = bytearray(self._place.read(self._name, first + low * row, first + high * row)) if high > low else b""
+        data = bytearray(self._storage.read(self._name, first + low * row, first + high * row)) if high > low else b""
         if not data:
             return torch.empty((max(0, high - low), *shape[1:]), dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).reshape(high - low, *shape[1:])
 
 
-class Shelf:
+class OpenShards:
     """The open shards of a store, the latest of them kept open."""
 
-    def __init__(self, place: Place, sizes: dict[str, int], mapped: bool) -> None:
-        self.place, self.sizes = place, sizes
-        self.mapped = mapped and isinstance(place, Folder)
-        self._open: OrderedDict[int, Mapped | Ranged] = OrderedDict()
+    def __init__(self, storage: Storage, sizes: dict[str, int], mapped: bool) -> None:
+        self.storage, self.sizes = storage, sizes
+        self.mapped = mapped and isinstance(storage, Folder)
+        self._open: OrderedDict[int, MappedShard | RangedShard] = OrderedDict()
 
-    def __getitem__(self, shard: int) -> Mapped | Ranged:
+    def __getitem__(self, shard: int) -> MappedShard | RangedShard:
         found = self._open.get(shard)
         if found is None:
             name = shards.name_of(shard)
-            header = shards.header(name, lambda a, b: self.place.read(name, a, b), self.sizes[name])
+            header = shards.header(name, lambda a, b: self.storage.read(name, a, b), self.sizes[name])
             if self.mapped:
-                assert isinstance(self.place, Folder)
-                found = Mapped(self.place.root / name, header)
+                assert isinstance(self.storage, Folder)
+                found = MappedShard(self.storage.root / name, header)
             else:
-                found = Ranged(self.place, name, header)
+                found = RangedShard(self.storage, name, header)
             self._open[shard] = found
             if len(self._open) > _MOST_MAPS:
                 self._open.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Statistics of a layer over the whole data set, in one pass and in little memory."""
+"""Statistics of a site over the whole data set, in one pass and in little memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchhook._values.moments import Moments, merged
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
-    from torchhook._features.api import Features
+    from torchhook._features.features import Features
 
 _SAMPLE = 1 << 14
 
@@ -36,7 +37,7 @@ class Statistics:
 
 def statistics(
     features: Features,
-    layer: str,
+    site: str,
     *,
     channel: int | None = None,
     covariance: bool = False,
@@ -44,12 +45,12 @@ def statistics(
     top: int = 0,
     sample: int = _SAMPLE,
 ) -> Statistics:
-    """One pass over a layer. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
-    values = features[layer]
-    if 0 in values.column.shape:
-        raise ExtractError(f"{layer!r}: rows of shape {values.column.shape} hold no values.")
+    """One pass over a site. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
+    values = features[site]
+    if 0 in values.spec.shape:
+        raise ExtractError(f"{site!r}: rows of shape {values.spec.shape} hold no values.")
     running = _Running(covariance, bool(quantiles), top, sample)
-    dims = len(values.column.shape) + values.column.ragged
+    dims = len(values.spec.shape) + values.spec.ragged
     channel = (0 if dims == 3 else dims - 1) if channel is None else channel % max(1, dims)
     skipped = set(features.skipped)
     for first, block in values.blocks():
@@ -67,19 +68,17 @@ def statistics(
                     row = block[i].double()
                     row = row[:, None] if row.dim() == 1 else row.movedim(channel, -1)
                     running.add(row.reshape(1, -1, row.shape[-1]), number[None])
-    if not running.count:
-        raise ExtractError(f"{layer!r}: no row has features.")
-    return running.result(quantiles)
+    if running.moments is None:
+        raise ExtractError(f"{site!r}: no row has features.")
+    return running.result(running.moments, quantiles)
 
 
 class _Running:
-    """What is known so far. Blocks are ``(rows, positions, channels)``; moments merge as Chan et al. do."""
+    """What is known so far. Blocks are ``(rows, positions, channels)``."""
 
     def __init__(self, covariance: bool, quantiles: bool, top: int, sample: int) -> None:
         self.covariance, self.quantiles, self.top, self.sample = covariance, quantiles, top, sample
-        self.count = 0
-        self.mean: Any = 0.0
-        self.squares: Any = 0.0
+        self.moments: Moments | None = None
         self.min: Any = None
         self.max: Any = None
         self.kept: Tensor | None = None
@@ -95,11 +94,8 @@ class _Running:
         mean = flat.mean(0)
         centred = flat - mean
         squares = centred.T @ centred if self.covariance else (centred * centred).sum(0)
-        step, total = mean - self.mean, self.count + len(flat)
-        weight = self.count * len(flat) / total
-        self.squares = self.squares + squares + weight * (torch.outer(step, step) if self.covariance else step * step)
-        self.mean = self.mean + step * (len(flat) / total)
-        self.count = total
+        moments = Moments(len(flat), mean, squares)
+        self.moments = moments if self.moments is None else merged([self.moments, moments])
         low, high = flat.amin(0), flat.amax(0)
         self.min = low if self.min is None else torch.minimum(self.min, low)
         self.max = high if self.max is None else torch.maximum(self.max, high)
@@ -126,20 +122,20 @@ class _Running:
         self.top_values, order = values.topk(min(self.top, values.shape[1]), dim=1)
         self.top_rows = numbers.gather(1, order)
 
-    def result(self, quantiles: Sequence[float]) -> Statistics:
-        variance = (self.squares.diagonal() if self.covariance else self.squares) / max(1, self.count - 1)
+    def result(self, moments: Moments, quantiles: Sequence[float]) -> Statistics:
+        unbiased = moments.squares / max(1, moments.size - 1)
+        variance = unbiased.diagonal() if self.covariance else unbiased
         found = {}
         if self.kept is not None:
             for q in quantiles:
                 found[q] = self.kept.quantile(q, dim=0)
-        covariance = self.squares / max(1, self.count - 1) if self.covariance else None
         return Statistics(
-            self.count,
-            self.mean,
+            moments.size,
+            moments.mean,
             variance.sqrt(),
             self.min,
             self.max,
-            covariance,
+            unbiased if self.covariance else None,
             found,
             self.top_rows,
             self.top_values,

@@ -23,7 +23,7 @@ from torchhook.errors import require
 _STALE_SECONDS = 30.0
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """Files by relative name."""
 
     url: str
@@ -46,14 +46,17 @@ class Place(Protocol):
     def free(self) -> int | None:
         """Bytes that still fit, where one can know."""
 
+    def sweep(self, folder: str) -> None:
+        """Remove what writers that died have left in a folder, if they could leave anything."""
+
     def warm(self, folder: str) -> None:
         """The files of a folder are likely to be read now."""
 
 
-def place(path: str | os.PathLike[str]) -> Place:
+def locate(path: str | os.PathLike[str]) -> Storage:
     """A local folder, or any URL that fsspec knows.
 
-    >>> place("features").url
+    >>> locate("features").url
     'features'
     """
     text = os.fspath(path)
@@ -220,6 +223,9 @@ class Bucket:
 
     def free(self) -> int | None:
         return None
+
+    def sweep(self, folder: str) -> None:
+        pass  # a PUT that was broken off leaves nothing
 
     def warm(self, folder: str) -> None:
         pass

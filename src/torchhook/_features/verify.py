@@ -7,8 +7,8 @@ import os
 from typing import NamedTuple
 
 from torchhook._features import manifest, shards
-from torchhook._features.manifest import Plan
-from torchhook._features.storage import Place, place
+from torchhook._features.manifest import Manifest
+from torchhook._features.store import Store
 from torchhook._recording.tables import size
 from torchhook.errors import BrokenShardError
 
@@ -42,7 +42,7 @@ class Report:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
         broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
         for shard in broken:
-            place(self.path).remove(shards.name_of(shard))
+            Store(self.path).storage.remove(shards.name_of(shard))
         return broken
 
     def __str__(self) -> str:
@@ -62,27 +62,26 @@ class Report:
 
 def verify(path: str | os.PathLike[str]) -> Report:
     """Check a store, complete or not."""
-    where = place(path)
-    found = manifest.load(where)
+    store = Store(path)
+    found = store.manifest()
     if found is None:
         raise FileNotFoundError(f"{os.fspath(path)} is no feature store: it has no {manifest.NAME}.")
-    sizes = where.sizes(shards.FOLDER)
-    there = {number: sizes[name] for name in sizes if (number := shards.number_of(name)) is not None}
+    there = store.sizes()
     expected = found.shards if found.shards is not None else max(there, default=-1) + 1
     problems = []
     for shard in sorted({*range(expected), *there}):
-        problem = _problem(where, found, shard, there.get(shard), expected)
+        problem = _problem(store, found, shard, there.get(shard), expected)
         if problem is not None:
             problems.append(problem)
     return Report(os.fspath(path), expected, sum(there.values()), tuple(problems))
 
 
-def _problem(where: Place, found: Plan, shard: int, nbytes: int | None, expected: int) -> Problem | None:
+def _problem(store: Store, found: Manifest, shard: int, nbytes: int | None, expected: int) -> Problem | None:
     name = shards.name_of(shard)
     if nbytes is None:
         return Problem(shard, "missing", f"{name} is not there.")
     try:
-        header = shards.check(name, lambda a, b: where.read(name, a, b), nbytes)
+        header = shards.check(name, lambda a, b: store.storage.read(name, a, b), nbytes)
     except BrokenShardError as error:
         text = str(error)
         return Problem(shard, "truncated" if "truncated" in text else "altered", text)
@@ -91,8 +90,8 @@ def _problem(where: Place, found: Plan, shard: int, nbytes: int | None, expected
     partial = found.rows is None and shard == expected - 1
     if shard >= expected or told[0] != str(shard) or (told[1] != str(last - first) and not partial):
         return Problem(shard, "foreign", f"{name} says that it is shard {told[0]} with {told[1]} rows.")
-    for column in found.columns:
-        entry = header.entries.get(column.name)
-        if entry is None or tuple(entry["shape"][1:]) != column.shape:
-            return Problem(shard, "foreign", f"{name} does not hold {column}.")
+    for spec in found.columns:
+        entry = header.entries.get(spec.name)
+        if entry is None or tuple(entry["shape"][1:]) != spec.shape:
+            return Problem(shard, "foreign", f"{name} does not hold {spec}.")
     return None

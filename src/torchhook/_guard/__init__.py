@@ -1,1 +1,1 @@
-"""The first NaN or Inf, and the place that made it. Enter at ``api``; read ``watcher`` next, then ``judge``."""
+"""The first NaN or Inf, and what made it. Enter at ``api``; read ``watcher`` next, then ``judge``."""

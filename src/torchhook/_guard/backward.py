@@ -1,4 +1,8 @@
-"""Gradients: a hook on each step of the backward pass, which knows the place in the forward pass it belongs to."""
+"""Gradients: a hook on each step of the backward pass, which knows where in the forward pass it belongs.
+
+Not ``torch.autograd.detect_anomaly``: it knows the line of Python but not the module, is blind to infinities and keeps
+a stack trace for every operation. Nor module backward hooks, which fail before in-place layers (pytorch#61519).
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,37 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import hooks, scope
-from torchhook._core.recompute import graph_task
-from torchhook._guard.checks import UNREADABLE
-from torchhook._guard.events import Passing, Place
+from torchhook._guard.events import Event, Location
 from torchhook._guard.findings import Kind
-from torchhook._guard.operations import STILL_NODES, Named, named
-from torchhook._guard.pending import Window
+from torchhook._guard.operations import VIEW_NODES, Named, named
+from torchhook._guard.pending import Pending
+from torchhook._torch import current_node, graph_task, next_sequence_number, sequence_number
+from torchhook._values.elements import UNREADABLE
 
-_next_number: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+# Autograd numbers its steps in the order in which they are made, for each thread: that tells the steps of this run from
+# older ones, and those of this operation from those of its inputs.
 _ACCUMULATES = 1 << 62  # AccumulateGrad, which is the parameter's and not the run's, has the largest number there is
 
 Gradients = tuple[Tensor | None, ...]
 
 
-class Follower:
-    """Follows what passes into the backward pass. Autograd numbers its steps in the order in which they are made."""
+class BackwardWatcher:
+    """Follows what the forward pass makes into the backward pass, and has every gradient checked."""
 
     def __init__(
         self,
-        window: Window,
+        pending: Pending,
         scope: scope.Scope,
         handles: hooks.TensorHandles,
         parameters: Callable[[], Iterable[tuple[str, nn.Module, nn.Parameter]]],
-        wanted: bool,
+        enabled: bool,
     ) -> None:
-        self.wanted = wanted
-        self._window = window
+        self.enabled = enabled
+        self._pending = pending
         self._parameters = parameters
         """Those that are judged, as they are now: their path and their module come first."""
         self._scope = scope
@@ -50,81 +54,88 @@ class Follower:
 
     def begin_run(self, run: int) -> None:
         self._run = run
-        self._run_begins = _next_number()
+        self._run_begins = next_sequence_number()
         self._known.clear()
-        if self.wanted:
-            self._expect_gradients()
+        if self.enabled:
+            self._await_parameters()
 
     def begin_op(self) -> None:
-        self._op_begins = _next_number()
+        self._op_begins = next_sequence_number()
 
-    def follow(self, outputs: Iterable[Tensor], place: Place) -> None:
-        """Hook the steps that belong to a place, and those of functions that nobody saw."""
-        if not self.wanted:
+    def follow(self, outputs: Iterable[Tensor], location: Location) -> None:
+        """Hook the steps that belong to a location, and those of functions that nobody saw."""
+        if not self.enabled:
             return
         todo = [tensor.grad_fn for tensor in outputs if tensor.requires_grad]
         while todo:
             node = todo.pop()
             if node is None:
                 continue
-            number = node._sequence_nr()
+            number = sequence_number(node)
             if number < self._run_begins or number in self._known or number >= _ACCUMULATES:
                 continue
             self._known.add(number)
             todo.extend(following for following, _ in node.next_functions)
             name = node.name()
-            if STILL_NODES.fullmatch(name) is None:
-                unseen = place.op is None or number < self._op_begins
-                here = place._replace(op=re.sub(r"Backward\d*$", "", name), call=None) if unseen else place
+            # A view hands a gradient on as it is; naming it would point away from what made the gradient bad.
+            if VIEW_NODES.fullmatch(name) is None:
+                # A step older than the operation, which nobody claimed so far, was made by a function that no listener
+                # sees. All that is known of it is autograd's name.
+                unseen = location.op is None or number < self._op_begins
+                here = location._replace(op=re.sub(r"Backward\d*$", "", name), call=None) if unseen else location
                 self._handles.add(hooks.on_node(node, _on_step(self, here)))
 
-    def expect_loss(self, outputs: Named, place: Place) -> None:
+    def await_loss(self, outputs: Named, location: Location) -> None:
         """Wait for the gradients of what the model returns."""
-        if not self.wanted:
+        if not self.enabled:
             return
         for name, tensor in outputs:
             if tensor.requires_grad:
-                self._handles.add(hooks.on_gradient(tensor, _on_arrival(self, place, name, "loss")))
+                self._handles.add(hooks.on_gradient(tensor, _on_arrival(self, location, name, "loss")))
 
-    def _expect_gradients(self) -> None:
+    def _await_parameters(self) -> None:
         """Wait for the gradients of the parameters, which the loss may also reach without the model's run."""
         for path, module, parameter in self._parameters():
+            # By identity, with a reference that shows whether it is still the same one: an id is used again.
             ref = self._awaited.get(id(parameter))
             if (ref is None or ref() is not parameter) and parameter.requires_grad and not is_lazy(parameter):
                 self._awaited[id(parameter)] = weakref.ref(parameter)
-                place = Place(path, None, None, -1, (module,))
-                self._handles.add(hooks.on_gradient(parameter, _on_arrival(self, place, "gradient", "outside")))
+                location = Location(path, None, None, -1, (module,))
+                self._handles.add(hooks.on_gradient(parameter, _on_arrival(self, location, "gradient", "outside")))
 
-    def step(self, place: Place, outgoing: Gradients, incoming: Gradients) -> None:
+    def step_done(self, location: Location, outgoing: Gradients, incoming: Gradients) -> None:
         """One step of the backward pass was made."""
+        # A graph may outlive the guard, and a backward pass may run on another thread while it closes.
         if self._scope.closed:
             return
 
-        def passing() -> Passing:
-            node, task = torch._C._current_autograd_node(), graph_task()
+        def event() -> Event:
+            node, task = current_node(), graph_task()
             name = None if node is None else node.name()
             came, made = _numbered(incoming), _numbered(outgoing)
-            return Passing(place, "backward", came, made, saved=_saved(node), node=name, task=task)
+            return Event(location, "backward", came, made, saved=_saved(node), node=name, task=task)
 
-        self._window.check([grad for grad in outgoing if grad is not None], passing)
+        self._pending.check([grad for grad in outgoing if grad is not None], event)
 
-    def arrived(self, place: Place, name: str, kind: Kind, grad: Tensor) -> None:
+    def gradient_arrived(self, location: Location, name: str, kind: Kind, grad: Tensor) -> None:
         """The gradient of something that the model returned, or of a parameter, came in."""
         if not self._scope.closed:
-            place = place._replace(run=self._run) if place.run == -1 else place
+            # The hook on a parameter stays for all runs; it is the last one whose gradient this is.
+            location = location._replace(run=self._run) if location.run == -1 else location
             came = [(name, grad)]
-            self._window.check([grad], lambda: Passing(place, "backward", came, came, task=graph_task(), arrives=kind))
+            self._pending.check([grad], lambda: Event(location, "backward", came, came, task=graph_task(), blame=kind))
 
 
-# Hooks hold the follower and an address, never a tensor or a node: a graph that holds itself is never freed.
+# Hooks hold the watcher and an address, never a tensor or a node: the collector does not see through autograd's graph,
+# so that a graph which holds itself is never freed (pytorch#25340).
 
 
-def _on_step(follower: Follower, place: Place) -> Callable[[Gradients, Gradients], None]:
-    return lambda outgoing, incoming: follower.step(place, outgoing, incoming)
+def _on_step(watcher: BackwardWatcher, location: Location) -> Callable[[Gradients, Gradients], None]:
+    return lambda outgoing, incoming: watcher.step_done(location, outgoing, incoming)
 
 
-def _on_arrival(follower: Follower, place: Place, name: str, kind: Kind) -> Callable[[Tensor], None]:
-    return lambda grad: follower.arrived(place, name, kind, grad)
+def _on_arrival(watcher: BackwardWatcher, location: Location, name: str, kind: Kind) -> Callable[[Tensor], None]:
+    return lambda grad: watcher.gradient_arrived(location, name, kind, grad)
 
 
 def _numbered(gradients: Gradients) -> Named:

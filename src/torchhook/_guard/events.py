@@ -1,4 +1,4 @@
-"""What is handed from the watcher to the judge: something that passes a place."""
+"""What is handed from the watcher to the judge: where something happened, what went in and what came out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torchhook._guard.checks import Origin
 from torchhook._guard.findings import Kind, Phase
 from torchhook._guard.operations import Named
 from torchhook._recording.address import Site
+from torchhook._values.memory import Origin
 
 
-class Place(NamedTuple):
-    """Where something passes."""
+class Location(NamedTuple):
+    """Where in the model, and when. Not a ``Site`` yet: which port is at fault is for the judge to say."""
 
     path: str
     op: str | None
     call: int | None
     run: int
-    around: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]
     """The modules that run there, outermost first."""
     task: int = -1
     """The backward pass that recomputes it; -1 outside of one."""
@@ -29,19 +29,22 @@ class Place(NamedTuple):
         return Site(self.path, self.op, self.call, port)
 
 
-class Passing(NamedTuple):
-    """What goes into a place, what comes out, and what else is known."""
+class Event(NamedTuple):
+    """An operation, a module or a step of the backward pass has run: what went in, what came out."""
 
-    place: Place
+    location: Location
     phase: Phase
     inputs: Named
     outputs: Named
+    # The judge may see an event after its tensors were overwritten, so that what it gets are copies: whose memory
+    # they were is written down while it is known.
     storages: Sequence[int | None] = ()
-    """Forward only: the memory of the outputs and of the inputs, which may be copies themselves by now."""
+    """Forward only: the memory of the outputs."""
     origins: Sequence[Origin] = ()
+    """Forward only: the memory of the inputs."""
     constants: Sequence[float] = ()
-    over: Sequence[Tensor | None] = ()
-    """Forward only: what was there before, for each output in memory that is blank."""
+    previous: Sequence[Tensor | None] = ()
+    """Forward only: what was there before, for each output in uninitialized memory."""
     learned: bool = False
     """Forward only: whether the outputs of a module depend on something learned."""
     saved: Sequence[tuple[str, Tensor]] = ()
@@ -49,14 +52,14 @@ class Passing(NamedTuple):
     node: str | None = None
     task: int = -1
     """Backward only: which backward pass it is."""
-    arrives: Kind | None = None
+    blame: Kind | None = None
     """Backward only: what is at fault for a gradient that arrives bad, if nothing that was seen made it so."""
 
 
 class Crossing(NamedTuple):
-    """What goes into a module, or comes out of the one that is ``left``."""
+    """Something goes into a module, or comes out of the one that is ``left``."""
 
     storages: list[int | None]
     left: nn.Module | None
     values: list[Tensor] | None = None
-    """Not held on to while the device is still to be asked."""
+    """``None`` while the device is still to be asked: waiting must not keep the model's memory."""

@@ -1,4 +1,4 @@
-"""What the guard found: the place, the tensors around it in numbers, and how it is said."""
+"""What the guard found: the site, the tensors around it in numbers, and how it is said."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchhook._recording.address import Site
+from torchhook._values.elements import dtype_name
 
 Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside"]
 Phase = Literal["forward", "backward"]
 
 _ADVICE: dict[Kind, str] = {
     "parameter": "Look at what last wrote to it: a step with a bad gradient, a damaged checkpoint, a bad "
-    "initialisation.",
+    "initialization.",
     "input": "Look at the data and what prepares it.",
     "loss": "Look at the loss: a log or division at 0, an overflow, a loss scale that is too large.",
     "outside": "Look at where that tensor was written: a plain attribute, a global, memory that was never filled.",
@@ -47,16 +48,19 @@ class Statistics(NamedTuple):
         return ", ".join(f"{n} {what}" for n, what in counts if n) or "all finite"
 
     def __str__(self) -> str:
-        kind = f"{self.name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        kind = f"{self.name} {self.shape} {dtype_name(self.dtype)}"
         if self.min is None:
             return f"{kind}: {self.bad}"
         numbers = f"min {self.min:.4g}, max {self.max:.4g}, mean {self.mean:.4g}, std {self.std:.4g}"
         return f"{kind}: {numbers}, {self.bad}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Finding:
-    """Where the first NaN or Inf came from, and what it was made of."""
+    """Where the first NaN or Inf came from, and what it was made of.
+
+    ``print(finding)`` tells all of it, with what to look at next.
+    """
 
     kind: Kind
     site: Site
@@ -84,11 +88,15 @@ class Finding:
             labels = ("input", "weight", "output")
         lines = [self._headline(), f"  in the {self.phase} pass of run {self.run}, inside {' > '.join(self.stack)}"]
         for label, some in zip(labels, (self.inputs, self.weights, self.outputs), strict=True):
-            lines += [f"  {label}: {statistics}" for statistics in some]
+            lines += [f"  {s}" if s.name == label else f"  {label}: {s}" for s in some]
         return "\n".join([*lines, f"  {self._advice()}"])
 
+    def __repr__(self) -> str:  # a line, because findings are often looked at as a list
+        times = f" {self.times} times." if self.times > 1 else ""
+        return f"<Finding: {self._headline()}{times}>"
+
     def _headline(self) -> str:
-        where = repr(str(self.site))
+        where = repr(self.site.shown)
         whole = repr(self.site.path) if self.site.path else "the model"
         made = _first_bad((*self.outputs, *self.weights, *self.inputs))
         bad = "NaN or Inf" if made is None else made.bad
@@ -97,7 +105,8 @@ class Finding:
         if self.kind in ("parameter", "buffer"):
             weight = _first_bad(self.weights)
             already = bad if weight is None else weight.bad
-            return f"{self.kind} {where} already holds {already}; {str(self.used_by)!r} was the first to use it."
+            used_by = None if self.used_by is None else self.used_by.shown
+            return f"{self.kind} {where} already holds {already}; {used_by!r} was the first to use it."
         if self.kind == "input":
             return f"an input of {whole} already holds it ({held}): it was there before the model ran."
         if self.kind == "loss":
@@ -117,7 +126,8 @@ class Finding:
             return (
                 "Look at the derivative at these values: roots, norms and logs at 0, and branches that where() hides."
             )
-        return f"To see the values: th.capture(model, {str(self.site.every_call)!r}, '{self.site.every_call}:input')."
+        site = self.site.every_call
+        return f"To see the values: th.capture(model, {site.shown!r}, {site.but(port='input').shown!r})."
 
 
 def _first_bad(some: Iterable[Statistics]) -> Statistics | None:

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
-from torchhook._guard.checks import Origin, describe, may_be_bad, origin, reach
-from torchhook._guard.events import Crossing, Passing, Place
+from torchhook._guard.checks import describe
+from torchhook._guard.events import Crossing, Event, Location
 from torchhook._guard.findings import Finding, Kind, Statistics
-from torchhook._guard.masks import Allowed
-from torchhook._guard.uninitialized import written
+from torchhook._guard.masks import Masks
+from torchhook._guard.uninitialized import only_written
 from torchhook._recording.address import Site
+from torchhook._values.finite import may_be_bad
+from torchhook._values.memory import Origin, origin, reach
 
 
 class _Suspect(NamedTuple):
@@ -26,8 +28,8 @@ class _Suspect(NamedTuple):
 
     finding: Finding
     module: nn.Module
+    # Suspects are known by the address of their memory, which another tensor would get if this one were freed.
     alias: Tensor
-    """Holds on to the memory, so that its address stays its own."""
 
 
 class _Owner(NamedTuple):
@@ -39,18 +41,18 @@ class _Owner(NamedTuple):
     """The part of it that is its own."""
 
 
-def _owner(owners: dict[int, list[_Owner]], its: Origin) -> _Owner | None:
-    some = owners.get(its.storage, []) if its.storage is not None else []
-    return next((owner for owner in some if its.offset in owner.reach), some[0] if some else None)
+def _owner(owners: dict[int, list[_Owner]], source: Origin) -> _Owner | None:
+    some = owners.get(source.storage, []) if source.storage is not None else []
+    return next((owner for owner in some if source.offset in owner.reach), some[0] if some else None)
 
 
 class Judge:
     """Is shown what may hold a NaN or Inf, in the order in which it was made, and reports what is at fault."""
 
-    def __init__(self, index: Index, allowed: Allowed, report: Callable[[Finding], None]) -> None:
+    def __init__(self, index: Index, masks: Masks, report: Callable[[Finding], None]) -> None:
         self.findings: dict[Any, Finding] = {}
         self._index = index
-        self._allowed = allowed
+        self._masks = masks
         self._report = report
         self._suspects: dict[int | None, _Suspect] = {}
         self._masking: set[int] = set()
@@ -62,6 +64,7 @@ class Judge:
 
     def forget_run(self) -> None:
         """Forget what belongs to one run of the model."""
+        # Not the faulty runs: their backward pass may come after the next run has begun.
         self._suspects.clear()
         self._masking.clear()
         self._run_is_faulty = False
@@ -71,106 +74,117 @@ class Judge:
 
     # -- what is shown --------------------------------------------------------------------------
 
-    def input(self, place: Place, name: str, tensor: Tensor) -> None:
+    def judge_input(self, location: Location, name: str, tensor: Tensor) -> None:
         """Judge what the model is called with."""
         if may_be_bad(tensor):
             found = describe(name, tensor)
-            if not found.finite and not self._allowed.is_mask(found):
-                self._found(
-                    Finding("input", place.site("input"), "forward", place.run, [found], [], [], self._stack(place))
-                )
+            if not found.finite and not self._masks.is_mask(found):
+                site, stack = location.site("input"), self._stack(location)
+                self._found(Finding("input", site, "forward", location.run, [found], [], [], stack))
 
-    def passing(self, it: Passing) -> None:
-        """Judge what a place made."""
+    def judge_event(self, event: Event) -> None:
+        """Judge what an operation, a module or a step of the backward pass made."""
         outputs = [
-            describe(name, tensor if before is None else written(before, tensor))
-            for (name, tensor), before in zip_longest(it.outputs, it.over)
+            describe(name, tensor if before is None else only_written(before, tensor))
+            for (name, tensor), before in zip_longest(event.outputs, event.previous)
         ]
         if all(s.finite for s in outputs):
             return  # the sum overflowed, not its terms
-        inputs = [describe(name, tensor) for name, tensor in it.inputs]
-        if it.phase == "backward":
-            self._gradient(it, inputs, outputs)
-        elif not self._is_propagated(it, inputs, outputs):
-            around = [id(module) for module in it.place.around]
-            if self._allowed.is_deliberate(it, inputs, outputs, around[-1] in self._masking):
-                self._masking.update(around)
+        inputs = [describe(name, tensor) for name, tensor in event.inputs]
+        if event.phase == "backward":
+            self._judge_gradient(event, inputs, outputs)
+        elif not self._is_propagated(event, inputs, outputs):
+            running = [id(module) for module in event.location.modules]
+            if self._masks.is_deliberate(event, inputs, outputs, running[-1] in self._masking):
+                # All of them: a mask that was made inside may be returned by any of the modules around it.
+                self._masking.update(running)
             else:
-                self._value(it, inputs, outputs)
+                self._judge_value(event, inputs, outputs)
 
-    def crossing(self, it: Crossing) -> None:
+    def judge_crossing(self, crossing: Crossing) -> None:
         """Report the suspects that go into another module, or leave theirs; forget those that stay behind."""
-        for i, memory in enumerate(it.storages):
+        for i, memory in enumerate(crossing.storages):
             suspect = self._suspects.get(memory)
-            if suspect is not None and (it.values is None or may_be_bad(it.values[i])):
+            # Where the value is at hand, it is looked at once more: only a part of the memory may be passed on.
+            if suspect is not None and (crossing.values is None or may_be_bad(crossing.values[i])):
                 self._confirm(suspect)
-        self._suspects = {memory: s for memory, s in self._suspects.items() if s.module is not it.left}
+        self._suspects = {memory: s for memory, s in self._suspects.items() if s.module is not crossing.left}
 
     def has_suspects(self) -> bool:
         return bool(self._suspects)
 
-    def acquit(self, storages: Iterable[int | None]) -> None:
+    def drop_suspects(self, storages: Iterable[int | None]) -> None:
         """This memory was written to again, and is finite now."""
         for memory in storages:
             self._suspects.pop(memory, None)
 
     # -- what is made of it -----------------------------------------------------------------------
 
-    def _value(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> None:
+    def _judge_value(self, event: Event, inputs: list[Statistics], outputs: list[Statistics]) -> None:
+        location = event.location
         owners = self._owners()
-        owned = [(found, _owner(owners, its)) for found, its in zip(inputs, it.origins, strict=True)]
+        owned = [(found, _owner(owners, source)) for found, source in zip(inputs, event.origins, strict=True)]
         weights = [found._replace(name=owner.name) for found, owner in owned if owner is not None]
         plain = [found for found, owner in owned if owner is None]
 
         def finding(kind: Kind, site: Site, used_by: Site | None = None) -> Finding:
-            return Finding(kind, site, "forward", it.place.run, plain, weights, outputs, self._stack(it.place), used_by)
+            stack = self._stack(location)
+            return Finding(kind, site, "forward", location.run, plain, weights, outputs, stack, used_by)
 
+        # Weights first: they were bad before the model ran, so nothing that runs is at fault.
         for found, owner in owned:
-            if owner is None or found.finite or (owner.kind == "buffer" and self._allowed.permits(found)):
+            # A buffer may be a mask that was computed once and kept; a parameter is never one.
+            if owner is None or found.finite or (owner.kind == "buffer" and self._masks.permits(found)):
                 continue
-            self._found(finding(owner.kind, Site(owner.name), it.place.site()))
+            self._found(finding(owner.kind, Site(owner.name), location.site()))
             return
-        if self._run_is_faulty and (it.place.op is None or any(not s.finite for s in plain)):
+        if self._run_is_faulty and (location.op is None or any(not s.finite for s in plain)):
             return  # it only passes on what was found before
-        if any(not s.finite and not self._allowed.permits(s) for s in plain):
-            self._found(finding("outside", it.place.site("input")))
-        elif it.place.op is None:
-            self._found(finding("module", it.place.site()))
+        if any(not s.finite and not self._masks.permits(s) for s in plain):
+            # Everything that the run made was seen, and this was not among it.
+            self._found(finding("outside", location.site("input")))
+        elif location.op is None:
+            self._found(finding("module", location.site()))
         elif any(s.nan for s in outputs):
-            self._found(finding("op", it.place.site()))
+            self._found(finding("op", location.site()))
         else:
-            self._suspect(it, finding("op", it.place.site()), it.place.around[-1])
+            self._suspect(event, finding("op", location.site()), location.modules[-1])
 
-    def _gradient(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> None:
-        place, came_bad = it.place, any(not s.finite for s in inputs)
-        passes = {it.task} if place.task == -1 else {it.task, place.task}
-        passes_on = (came_bad or "Checkpoint" in str(it.node)) and not passes.isdisjoint(self._faulty_passes)
+    def _judge_gradient(self, event: Event, inputs: list[Statistics], outputs: list[Statistics]) -> None:
+        location, came_bad = event.location, any(not s.finite for s in inputs)
+        # What is recomputed has a backward pass of its own inside the outer one (reentrant checkpointing), and the step
+        # of the checkpoint itself only hands on what came out of that.
+        passes = {event.task} if location.task == -1 else {event.task, location.task}
+        passes_on = (came_bad or "Checkpoint" in str(event.node)) and not passes.isdisjoint(self._faulty_passes)
         self._faulty_passes |= passes
-        if passes_on or place.run in self._faulty_runs:
-            return  # of what was found before, or inside
-        site = place.site("grad" if came_bad else "grad_input")
-        kind: Kind = it.arrives or ("outside" if came_bad else "op" if place.op is not None else "module")
-        saved = [describe(name, tensor) for name, tensor in it.saved]
-        made = [] if it.arrives else outputs
-        self._found(Finding(kind, site, "backward", place.run, inputs, saved, made, self._stack(place), node=it.node))
+        # After a fault in the forward pass, bad gradients are its consequence and nothing new.
+        if passes_on or location.run in self._faulty_runs:
+            return
+        site = location.site("grad" if came_bad else "grad_input")
+        kind: Kind = event.blame or ("outside" if came_bad else "op" if location.op is not None else "module")
+        saved = [describe(name, tensor) for name, tensor in event.saved]
+        made = [] if event.blame else outputs
+        stack = self._stack(location)
+        self._found(Finding(kind, site, "backward", location.run, inputs, saved, made, stack, node=event.node))
 
-    def _is_propagated(self, it: Passing, inputs: list[Statistics], outputs: list[Statistics]) -> bool:
+    def _is_propagated(self, event: Event, inputs: list[Statistics], outputs: list[Statistics]) -> bool:
         """Whether it comes from an Inf under suspicion, which is then followed, or reported once it is a NaN."""
-        for source, found in zip(it.origins, inputs, strict=True):
+        for source, found in zip(event.origins, inputs, strict=True):
             suspect = self._suspects.get(source.storage)
             if suspect is not None and not found.finite:
                 if any(s.nan for s in outputs):
                     self._confirm(suspect)
                 else:
-                    self._suspect(it, suspect.finding, suspect.module)
+                    self._suspect(event, suspect.finding, suspect.module)
                 return True
         return False
 
-    def _suspect(self, it: Passing, finding: Finding, module: nn.Module) -> None:
-        for (_, tensor), memory in zip(it.outputs, it.storages, strict=True):
+    def _suspect(self, event: Event, finding: Finding, module: nn.Module) -> None:
+        for (_, tensor), memory in zip(event.outputs, event.storages, strict=True):
             self._suspects[memory] = _Suspect(finding, module, tensor.detach())
 
     def _confirm(self, suspect: _Suspect) -> None:
+        # One finding may be followed through several tensors; it is reported once.
         self._suspects = {memory: s for memory, s in self._suspects.items() if s.finding is not suspect.finding}
         self._found(suspect.finding)
 
@@ -178,6 +192,7 @@ class Judge:
         self._run_is_faulty = True
         if finding.phase == "forward":
             self._faulty_runs.add(finding.run)
+        # Without the call: a layer that fails in a loop, or at every step of a training, is one finding.
         key = (finding.kind, finding.site.every_call, finding.phase)
         known = self.findings.setdefault(key, finding)
         if known is not finding:
@@ -186,13 +201,14 @@ class Judge:
 
     def _owners(self) -> dict[int, list[_Owner]]:
         """Parameters and buffers by memory: cuDNN and flattened optimizers put several into one."""
+        # Looked up anew each time: ``module.to`` and ``parameter.data =`` give a parameter other memory.
         owners: dict[int, list[_Owner]] = {}
         for name, (module, own) in self._index.tensors.items():
             tensor = getattr(module, own, None)
-            if isinstance(tensor, Tensor) and (its := origin(tensor)).storage is not None:
+            if isinstance(tensor, Tensor) and (source := origin(tensor)).storage is not None:
                 kind: Kind = "parameter" if own in module._parameters else "buffer"
-                owners.setdefault(its.storage, []).append(_Owner(kind, name, reach(tensor)))
+                owners.setdefault(source.storage, []).append(_Owner(kind, name, reach(tensor)))
         return owners
 
-    def _stack(self, place: Place) -> list[str]:
-        return [f"{self.name(module) or 'model'} ({type(module).__name__})" for module in place.around]
+    def _stack(self, location: Location) -> list[str]:
+        return [f"{self.name(module) or 'model'} ({type(module).__name__})" for module in location.modules]

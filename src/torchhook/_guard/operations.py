@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from torchhook._guard.checks import storage
 from torchhook._values import tree
+from torchhook._values.memory import storage
 
 Named = list[tuple[str, Tensor]]
 
-# They look at a shape, or show the same memory in another one; some copy where they cannot, see ``is_still``.
-STILL = frozenset(
+# They look at a shape, or show the same memory in another one; some copy where they cannot, see ``is_view``.
+VIEWS = frozenset(
     {
         *("view", "view_as", "reshape", "reshape_as", "transpose", "t", "permute", "movedim", "swapaxes", "swapdims"),
         *("flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "broadcast_tensors"),
@@ -23,19 +23,24 @@ STILL = frozenset(
         *("contiguous", "detach", "detach_", "requires_grad_", "size", "dim", "numel", "stride", "register_hook"),
     }
 )
-STILL_NODES = re.compile(
+# Their backward only moves a gradient. Not Expand and the like: what was spread out is summed, and a sum can overflow.
+VIEW_NODES = re.compile(
     r"(?:View|Alias|ReshapeAlias|UnsafeView|Transpose|T|Permute|Select|Slice|Split|SplitWithSizes|Unsqueeze|Squeeze"
     r"|Unbind|Clone|AsStrided)Backward\d*"
 )
 
-# Their memory holds whatever was there before. The second kind writes to all of its tensor, and reads nothing there.
-BLANK = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "Tensor"})
+# Their memory holds whatever was there before: an old NaN in it is not a value of the model.
+UNINITIALIZED = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "Tensor"}
+)
+# They write to all of their tensor and read nothing there, after which it is memory like any other.
 FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_", "random_"})
 
 
-def is_still(name: str, outputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_view(name: str, outputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operation made no values."""
-    return name in STILL and storage(outputs[0]) in {storage(t) for t in tree.tensors([args, kwargs])}
+    # By the memory and not by the name alone: ``reshape`` and ``contiguous`` copy where strides do not fit.
+    return name in VIEWS and storage(outputs[0]) in {storage(t) for t in tree.tensors([args, kwargs])}
 
 
 def named(value: Any, prefix: str) -> Named:
@@ -50,7 +55,7 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, lis
     tensors: Named = []
     constants: list[float] = []
     for name, value in (*((str(i), a) for i, a in enumerate(args)), *kwargs.items()):
-        if name == "out":
+        if name == "out":  # written to, not read
             continue
         for address, leaf in tree.leaves(value):
             if isinstance(leaf, Tensor):
@@ -64,9 +69,10 @@ def overwritten(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
     """The tensors that an operation is about to write to."""
     if "out" in kwargs:
         yield from tree.tensors(kwargs["out"])
-    elif name == "setitem" or (name.endswith("_") and name not in STILL):
+    elif name == "setitem" or (name.endswith("_") and name not in VIEWS):
         yield from tree.tensors(list(args[:1]))
     elif name in ("batch_norm", "instance_norm"):
+        # In training they write to the running statistics, although no name says so.
         running = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
         yield from (t for t in running if isinstance(t, Tensor))
 

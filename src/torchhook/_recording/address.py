@@ -75,6 +75,24 @@ class Site(str):
         return Site(**{"path": self.path, "op": self.op, "call": self.call, "port": self.port, **parts})
 
 
+def shown(address: str) -> str:
+    """An address for people: the model itself, whose path is empty, has a name there.
+
+    >>> shown(""), shown(":input"), shown("fc:input")
+    ('(model)', '(model):input', 'fc:input')
+    """
+    return MODEL + address if address[:1] in ("", "/", "#", ":") else address
+
+
+def meant(address: str) -> str:
+    """An address as it is, whether it was written for people or not: the other way round from ``shown``.
+
+    >>> meant("(model):input"), meant("fc:input")
+    (':input', 'fc:input')
+    """
+    return address.removeprefix(MODEL) if re.match(r"\(model\)(?:$|[/#:])", address) else address
+
+
 def parse(address: str, known: Collection[str] = ()) -> Site:
     """Read an address.
 
@@ -90,8 +108,7 @@ def parse(address: str, known: Collection[str] = ()) -> Site:
 
 def readings(address: str) -> Iterator[Site]:
     """Every way to read an address, from the plain path to the fully decorated one."""
-    if re.match(r"\(model\)(?:$|[/#:])", address):
-        address = address.removeprefix(MODEL)
+    address = meant(address)
     yield Site(address)
     rest, port = address, "output"
     head, colon, tail = address.rpartition(":")

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._recording.address import Site, parse
+from torchhook._recording.address import Site, meant, shown
+from torchhook._recording.counterparts import Counterparts, Names
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.tables import Table
 from torchhook._values import tree
 from torchhook.errors import MissingRecordError, suggestion
 
-Names: TypeAlias = "Mapping[str, str | None] | Callable[[str], str | None]"
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
 Tolerance: TypeAlias = "float | Mapping[torch.dtype, float]"
 
@@ -108,7 +108,7 @@ class Diff:
         if isinstance(key, int):
             return self.rows[key]
         for row in self.rows:
-            if row.site == key:
+            if row.site in (key, meant(key)):
                 return row
         raise MissingRecordError(f"no site {key!r} in this diff. {suggestion(key, [row.site for row in self])}")
 
@@ -120,16 +120,14 @@ class Diff:
         first, names = self.first, any(row.other != row.site for row in self)
         rows = []
         for row in self:
-            other = [row.other if row.other != row.site else ""] if names else []
+            other = [shown(row.other) if row.other != row.site else ""] if names else []
             notes = [row.status] * (not row.ok) + ["the first"] * (row is first) + [row.note] * bool(row.note)
             counted = f"{row.mismatches:,} of {row.elements:,}" if row.mismatches else "-"
             numbers = [_short(row.max_abs), _short(row.relative), _cosine(row.cosine), counted, row.dtype]
-            rows.append([row.site or "(model)", *other, *numbers, "; ".join(notes)])
+            rows.append([shown(row.site), *other, *numbers, "; ".join(notes)])
         wrong = sum(not row.ok for row in self)
         verdict = (
-            "all the same"
-            if first is None
-            else f"{wrong} differ{'s' * (wrong == 1)}, the first at {first.site or '(model)'}"
+            "all the same" if first is None else f"{wrong} differ{'s' * (wrong == 1)}, the first at {shown(first.site)}"
         )
         columns = ["site", *["in B"] * names, ">max error", ">relative", ">cosine", ">mismatches", "dtype", ""]
         title = f"{self.title or 'Diff'}: {len(rows)} site{'s' * (len(rows) != 1)}, {verdict}"
@@ -154,17 +152,16 @@ def compare(
     a: Recording,
     b: Recording,
     *,
-    map: Names | None = None,
+    names: Names | None = None,
     rtol: Tolerance | None = None,
     atol: Tolerance | None = None,
     extra: bool = True,
     notes: Sequence[str] = (),
 ) -> Diff:
     """Compare two recordings call by call; ``extra=False`` passes over what only B has."""
-    if not len(a) or not len(b):
-        empty = "A" if not len(a) else "B"
-        raise MissingRecordError(f"recording {empty} is empty: there is nothing to compare.")
-    counterparts = Counterparts(map, [site.path for site in a.sites], [site.path for site in b.sites])
+    _refuse_empty("A", a)
+    _refuse_empty("B", b)
+    counterparts = Counterparts(names, [site.path for site in a.sites], [site.path for site in b.sites])
     counterparts.check_used([Site(r.site.path, r.site.op, r.call, r.site.port) for r in a.records()])
     limits = _Limits(rtol, atol)
     found = {(record.site, record.call): record for record in b.records()}
@@ -196,6 +193,18 @@ def compare(
     return Diff([row for _, row in rows], f"Diff of {a.model_name or 'A'} and {b.model_name or 'B'}", notes)
 
 
+def _refuse_empty(side: str, recording: Recording) -> None:
+    if len(recording):
+        return
+    of = f" of {recording.model_name}" if recording.model_name else ""
+    for address, cause in recording.missing.items():
+        raise MissingRecordError(f"recording {side}{of} is empty: {shown(address)!r} never ran: {cause}")
+    raise MissingRecordError(
+        f"recording {side}{of} is empty: nothing that it records ran while it was open. Call the model inside the "
+        "with block of th.capture, or take the recording that th.run returns, and compare afterwards."
+    )
+
+
 def _canonical(recording: Recording, site: Site) -> Site:
     """The site under the name that the recording uses: a shared module has several."""
     return recording.records(site.every_call)[0].site if site.every_call in recording else site.every_call
@@ -204,58 +213,6 @@ def _canonical(recording: Recording, site: Site) -> Site:
 def _address(recording: Recording, record: Record) -> str:
     several = len(recording.records(record.site)) > 1
     return str(record.site.but(call=record.call) if several else record.site)
-
-
-class Counterparts:
-    """Which site of B belongs to a site of A.
-
-    A mapping's keys are paths, which stand for everything below them too, or whole addresses (``"relu#1"``); the most
-    specific one counts, and names that are not mapped stay. ``None`` leaves a site out.
-    """
-
-    def __init__(self, names: Names | None, paths_a: Sequence[str], paths_b: Sequence[str]) -> None:
-        self._function = names if callable(names) else None
-        if names is not None and self._function is None and not isinstance(names, Mapping):
-            raise TypeError(f"map is a dict of names or a function of a name, found {type(names).__name__}.")
-        self._names: dict[str, str | None] = dict(names) if isinstance(names, Mapping) else {}
-        self._b = set(paths_b)
-        below = {path[:i] for path in paths_a for i in range(len(path) + 1) if path[i : i + 1] in ("", ".")}
-        self._exact = {parse(key, below): key for key in self._names if key not in below}
-
-    def of(self, site: Site) -> Site | None:
-        """The counterpart of a site, which may name a call."""
-        for exact in (site, site.every_call):
-            if exact in self._exact:
-                name = self._names[self._exact[exact]]
-                if name is None:
-                    return None
-                target = parse(name, self._b)
-                call = target.call if target.call is not None else None if exact.call is not None else site.call
-                return target.but(call=call)
-        if self._function is not None:
-            path = self._function(site.path)
-        else:
-            path = site.path
-            prefixes = [key for key in self._names if key == path or path.startswith(f"{key}.")]
-            if prefixes:
-                key = max(prefixes, key=len)
-                name = self._names[key]
-                path = None if name is None else name + path[len(key) :]
-        return None if path is None else site.but(path=path)
-
-    def all_of(self, site: Site) -> list[Site]:
-        """Every counterpart that some call of the site may have."""
-        special = [exact for exact in self._exact if exact.every_call == site.every_call]
-        found = (self.of(s) for s in [site, *special])
-        return list(dict.fromkeys(s.every_call for s in found if s is not None))
-
-    def check_used(self, sites: Sequence[Site]) -> None:
-        """Refuse a key that names nothing: a typing error must not pass as a mapping."""
-        known = {text for site in sites for text in (site, site.every_call)}
-        for exact, key in self._exact.items():
-            if exact not in known:
-                addresses = [*dict.fromkeys(site.path for site in sites), *map(str, known)]
-                raise MissingRecordError(f"map: {key!r} names no site of A. {suggestion(key, addresses)}".rstrip())
 
 
 # -- one row --------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._recording import saving
-from torchhook._recording.address import Site, readings
+from torchhook._recording import saving, tensor_codecs
+from torchhook._recording.address import Site, readings, shown
 from torchhook._recording.tables import Table, size
 from torchhook._values import tree
+from torchhook._values.loaded import Opaque
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
 
 
@@ -53,7 +54,7 @@ def _common(texts: Iterator[str]) -> str:
 def _nbytes(tensor: Tensor) -> int:
     if tensor.layout == torch.strided and not tensor.is_nested:
         return tensor.nbytes
-    return sum(_nbytes(part) for part in saving.parts(tensor))
+    return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
 
 
 Row = tuple[int, int, Any]
@@ -71,11 +72,20 @@ class MemoryStore:
         self.rows: deque[Row] = deque(maxlen=limit)
         self.put: Callable[[Row], None] = self.rows.append  # called inside the forward pass: no detour
 
+    def __reduce__(self) -> Any:  # a copy of the bound method would fill this store, not the copy
+        return _refilled, (list(self.rows), self.rows.maxlen)
+
     def __iter__(self) -> Iterator[Row]:
         return iter(sorted(self.rows.copy(), key=lambda row: row[:2]))
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+def _refilled(rows: list[Row], limit: int | None) -> MemoryStore:
+    store = MemoryStore(limit)
+    store.rows.extend(rows)
+    return store
 
 
 class Recording:
@@ -97,6 +107,16 @@ class Recording:
         self._stores: dict[Site, MemoryStore] = {}
         self._aliases: set[tuple[str, str]] = set()
         self._waits: list[Callable[[], None]] = []
+
+    # A copy or a pickle holds what was kept so far, and its own counter goes on from there.
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return {**self.__dict__, "order": None, "_waits": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.order = count(1 + max((row[1] for store in self._stores.values() for row in store.rows), default=-1))
 
     # -- filling ------------------------------------------------------------------------------
 
@@ -271,7 +291,7 @@ class Recording:
 
     # -- showing ------------------------------------------------------------------------------
 
-    def summary(self) -> Table:
+    def table(self) -> Table:
         """A table of the sites: calls, shape, dtype, device, size."""
         self.wait()
         rows, total = [], 0
@@ -282,19 +302,28 @@ class Recording:
             shapes = list(dict.fromkeys(record.shape for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
-            rows.append([str(site) or "(model)", str(len(records)), shape, last.dtype, last.device, size(nbytes)])
+            rows.append([site.shown, str(len(records)), shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
-        notes = [f"not recorded, in other threads: {address} ({_times(n)})" for address, n in self.elsewhere.items()]
-        notes += [f"recomputed in the backward pass: {address} ({_times(n)})" for address, n in self.recomputed.items()]
-        notes += [f"never ran: {address or '(model)'} ({cause})" for address, cause in self.missing.items()]
+        notes = [f"not recorded, in other threads: {shown(s)} ({_times(n)})" for s, n in self.elsewhere.items()]
+        notes += [f"recomputed in the backward pass: {shown(s)} ({_times(n)})" for s, n in self.recomputed.items()]
+        notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
+        notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
 
+    def _unsaved(self) -> dict[str, list[Site]]:
+        """What a file could not hold, by its type, and the sites that it was part of."""
+        found: dict[str, list[Site]] = {}
+        for record in self.records():
+            for kind in sorted({leaf.kind for leaf in _opaque(record.value)}):
+                found.setdefault(kind, []).append(record.site)
+        return found
+
     def __repr__(self) -> str:
-        return str(self.summary())
+        return str(self.table())
 
     def _repr_html_(self) -> str:
-        return self.summary()._repr_html_()
+        return self.table()._repr_html_()
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -319,6 +348,17 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
+def _opaque(value: Any) -> Iterator[Opaque]:
+    for _, leaf in tree.leaves(value):
+        parts = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Opaque))
+
+
+def _listed(sites: list[Site]) -> str:
+    names = list(dict.fromkeys(site.shown for site in sites))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
 def _plain(site: Site) -> list[Any]:
     return [site.path, site.op, site.port]
 
@@ -326,7 +366,8 @@ def _plain(site: Site) -> list[Any]:
 def load(path: str | Path) -> Recording:
     """Open a recording that ``Recording.save`` wrote. No pickle, no model, nothing of the user's code is run.
 
-    Named tuples, dataclasses and model outputs come back as ``Loaded`` objects with the same fields.
+    Dataclasses, model outputs and other objects come back as ``Loaded`` objects with the same fields, and what a file
+    cannot hold as an ``Opaque`` that names it.
     """
     values, about = saving.load(path)
     recording = Recording()

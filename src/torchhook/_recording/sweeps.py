@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchhook._recording.address import meant, shown
 from torchhook._recording.tables import Table
 from torchhook.errors import MissingRecordError, suggestion
 
@@ -39,7 +40,7 @@ class Sweep:
         self.notes = list(notes)
 
     @property
-    def normalised(self) -> Tensor:
+    def normalized(self) -> Tensor:
         """0 where a patch changes nothing, 1 where it brings the clean run's metric back."""
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
@@ -54,6 +55,7 @@ class Sweep:
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The values of one site, or of one site at one position."""
         site, position = key if isinstance(key, tuple) else (key, None)
+        site = site if site in self.sites else meant(site)
         if site not in self.sites:
             raise MissingRecordError(f"no site {site!r} in this sweep. {suggestion(site, self.sites)}")
         row = self.values[self.sites.index(site)]
@@ -72,22 +74,25 @@ class Sweep:
             "site": [site for site, _ in pairs],
             "position": [position for _, position in pairs],
             "value": self.values.flatten().tolist(),
-            "normalised": self.normalised.flatten().tolist(),
+            "normalized": self.normalized.flatten().tolist(),
         }
 
-    def table(self, *, normalised: bool = True) -> Table:
+    def table(self, *, normalized: bool = True) -> Table:
         """The matrix as text; of many positions, those where a patch does most."""
-        shown = self.normalised if normalised and self.clean != self.corrupted else self.values
+        scaled = normalized and nothing_between(self.clean, self.corrupted) is None
+        numbers = self.normalized if scaled else self.values
         labels = ["whole"] if self.positions is None else [str(position) for position in self.positions]
         columns = list(range(len(labels)))
         notes = list(self.notes)
+        if why := nothing_between(self.clean, self.corrupted):
+            notes.append(why)
         if len(columns) > _WIDE:
             effect = (self.values - self.corrupted).abs().nan_to_num(0.0).amax(dim=0)
             columns = sorted(effect.topk(_WIDE).indices.tolist())
             notes.append(f"{_WIDE} of {len(labels)} positions shown: those where a patch does most")
-        cells = shown.tolist()
-        rows = [[site or "(model)", *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
-        kind = "0 is corrupted, 1 is clean" if shown is not self.values else "the metric itself"
+        cells = numbers.tolist()
+        rows = [[shown(site), *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
+        kind = "0 is corrupted, 1 is clean" if scaled else "the metric itself"
         title = f"Sweep of {len(self.sites)} sites: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
         return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)
 
@@ -96,6 +101,20 @@ class Sweep:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def nothing_between(clean: float, corrupted: float) -> str | None:
+    """Why the metrics of the two runs give no scale from 0 to 1, if they do not."""
+    if math.isfinite(clean) and math.isfinite(corrupted) and clean != corrupted:
+        return None
+    if clean == corrupted:
+        found = f"the metric is {clean:.6g} for the clean and for the corrupted input"
+    else:
+        found = f"the metric is {clean:.6g} for the clean input and {corrupted:.6g} for the corrupted one"
+    return (
+        f"{found}: nothing lies between them, so the share that a patch brings back is NaN. Take inputs that the "
+        "metric tells apart, or another metric."
+    )
 
 
 def _cell(number: float) -> str:

@@ -9,18 +9,19 @@ from typing import Any
 
 from torch import nn
 
+from torchhook._core.select import Selector
 from torchhook._report.collect import collect
 from torchhook._report.render import render
-from torchhook._report.score import Target
+from torchhook._values.targets import Goal
 from torchhook.errors import require
 
 
 def report(
     model: nn.Module,
-    x: Any,
+    inputs: Any,
     out: str | os.PathLike[str] = "report.html",
     *,
-    target: Target = None,
+    target: Goal = None,
     image: Any = None,
     tokens: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
@@ -28,7 +29,7 @@ def report(
     gradients: bool = True,
     attention: bool = True,
     cam: str | None = "gradcam",
-    cam_layer: str | None = None,
+    cam_layer: Selector | None = None,
     train: bool = False,
     repeats: int = 3,
 ) -> Path:
@@ -39,17 +40,33 @@ def report(
     ...     report(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.ones(1, 3), f"{folder}/report.html").name
     'report.html'
 
-    ``x`` is a tensor, a tuple of arguments or a dict of keyword arguments. ``target`` is the class whose score the
-    gradients are of, or a function of the output that returns one number; without it, the most likely class. ``image``
-    is a picture to show in place of the input, ``tokens`` are the input's tokens as text, ``classes`` the names of the
-    classes. ``cam`` is the method of the class activation map (``None`` for none) and ``cam_layer`` its layer. The
-    model runs a few times, in eval mode unless ``train=True``, and is left as it was.
+    The model runs a few times, in evaluation mode unless ``train=True``, and is left undisturbed: its modes, buffers,
+    gradients and hooks, and the process's random numbers, are as before afterwards.
+
+    Arguments:
+        model: Any module that has its parameters; a lazy one has to run once before.
+        inputs: A tuple is the positional arguments, a dict the keyword arguments, ``th.Inputs(args, kwargs)`` both,
+            anything else the one argument.
+        out: The page to write; folders are made.
+        target: What the gradients are of: a class, a class for each sample, or a function of the output that returns
+            one number for each sample or for all. Without it, the most likely class, for a language model at the last
+            token; the mean square of an output without classes.
+        image: A picture to show in place of the input: whatever ``th.plot.overlay`` takes.
+        tokens: The input's tokens as text.
+        classes: The names of the classes.
+        title: The title of the page; the model's class if left out.
+        gradients: Whether to take gradients of the target's score.
+        attention: Whether to show attention maps.
+        cam: The method of the class activation map, one of ``th.cam``; ``None`` for no map.
+        cam_layer: The layer of the class activation map, by any selector; chosen by rule if left out.
+        train: Run in training mode instead of evaluation mode.
+        repeats: How many runs are timed; the quickest counts.
     """
     require("jinja2", "report")
     require("PIL.Image", "report")
     page = collect(
         model,
-        x,
+        inputs,
         target=target,
         image=image,
         tokens=tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import platform
 from collections.abc import Iterator, Sequence
@@ -12,20 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._attention import attention
-from torchhook._cam.api import cam
-from torchhook._cam.methods import known_method
+from torchhook._cam.api import cam, known_method
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
+from torchhook._core.select import Selector
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
 from torchhook._report.facts import Layer, Page, Picture, Token, Weight
 from torchhook._report.findings import findings
-from torchhook._report.measure import dtype, rms
 from torchhook._report.observe import View, observe
-from torchhook._report.score import Score, Target, likely, name_of
+from torchhook._report.score import Score, likely, name_of
 from torchhook._report.timing import seconds
 from torchhook._values import tree
+from torchhook._values.elements import dtype_name
+from torchhook._values.moments import rms
+from torchhook._values.targets import Goal, is_function
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
 from torchhook.errors import NoAttentionError
@@ -35,9 +36,9 @@ _LONG = 1024
 
 def collect(
     model: nn.Module,
-    x: Any,
+    inputs: Any,
     *,
-    target: Target = None,
+    target: Goal = None,
     image: Any = None,
     tokens: Sequence[str] | None = None,
     classes: Sequence[str] | None = None,
@@ -45,7 +46,7 @@ def collect(
     gradients: bool = True,
     attention: bool = True,
     cam: str | None = "gradcam",
-    cam_layer: str | None = None,
+    cam_layer: Selector | None = None,
     train: bool = False,
     repeats: int = 3,
 ) -> Page:
@@ -63,14 +64,14 @@ def collect(
         raise ValueError(
             f"{lazy[0]!r} has no shape yet, and a report leaves it so: call the model once yourself first."
         )
-    given = calling.arguments(x)
+    given = calling.arguments(inputs)
     layers, numbers_of = _layers(index)
     view = View(len(layers), shown.image_tensor(given) is not None)
     notes: list[str] = []
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
         notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
-    with torch.inference_mode(False), calling.undisturbed(model) as again, _mode(model, train):
+    with torch.inference_mode(False), calling.undisturbed(model) as again, calling.in_mode(model, train):
         times = seconds(model, index, given, repeats)
         again()
         output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
@@ -80,10 +81,10 @@ def collect(
         again()
         tensor = shown.image_tensor(given)
         picture = shown.picture(image, tensor)
-        if picture is not None and callable(target) and tensor is not None and len(tensor) > 1:
+        if picture is not None and not found.each:
             notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
         elif picture is not None and cam is not None:
-            _overlay(model, x, target, found, cam, cam_layer, classes, picture, notes)
+            _overlay(model, given, target, found, cam, cam_layer, classes, picture, notes)
     for layer in layers:
         layer.seconds = times.get(layer.path)
         if layer.shared_with is not None:
@@ -114,13 +115,13 @@ def _described(given: Inputs) -> str:
 
 
 def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
-    """The tree, and the place in it of each module's first name."""
+    """The tree, and the number in it of each module's first name."""
     layers: list[Layer] = []
-    places: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     first: dict[int, int] = {}
     for number, (path, module) in enumerate(index.modules.items()):
-        places[path] = number
-        parent = places[path.rpartition(".")[0]] if path else -1
+        numbers[path] = number
+        parent = numbers[path.rpartition(".")[0]] if path else -1
         layers.append(
             Layer(
                 path=path,
@@ -145,7 +146,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight(name: str, tensor: Tensor) -> Weight:
-    return Weight(name, tree.describe(tensor), dtype(tensor), tensor.requires_grad, rms(tensor), None)
+    return Weight(name, tree.describe(tensor), dtype_name(tensor.dtype), tensor.requires_grad, rms(tensor), None)
 
 
 # -- other runs -----------------------------------------------------------------------------------------
@@ -161,12 +162,10 @@ def _attention(
     notes: list[str],
 ) -> None:
     if view.tokens > _LONG:  # every map of every layer is held at once, and they grow with the square
-        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., layers=) shows some.")
+        notes.append(f"No attention maps: {view.tokens:,} tokens are too many; th.attention(..., sites=) shows some.")
         return
-    inputs = tree.map_tensors(Tensor.clone, given)
     try:
-        with torch.no_grad():
-            maps = attention(model, *inputs.args, kwargs=inputs.kwargs)
+        maps = attention(model, given)
     except NoAttentionError:
         return
     except Exception as error:
@@ -180,22 +179,22 @@ def _attention(
 
 def _overlay(
     model: nn.Module,
-    x: Any,
-    target: Target,
+    given: Inputs,
+    target: Goal,
     found: Score,
     method: str,
-    layer: str | None,
+    layer: Selector | None,
     classes: Sequence[str] | None,
     picture: Picture,
     notes: list[str],
 ) -> None:
     try:
-        made = cam(model, x, target if callable(target) else found.label, layer=layer, method=method)
+        made = cam(model, given, target if is_function(target) else found.label, layer=layer, method=method)
         if not bool(made.map.isfinite().all()):
-            raise ValueError(f"it is not finite at {made.layer}.")
+            raise ValueError(f"it is not finite at {made.layer.shown}.")
         picture.overlay = pictures.heat(made.map[0].detach(), picture.width, picture.height)
         said = found.text if isinstance(made.target, str) else name_of(made.target[0], classes)
-        picture.caption = f"{method} of {said} at {made.layer}"
+        picture.caption = f"{method} of {said} at {made.layer.shown}"
     except Exception as error:  # a page without this picture is better than no page
         notes.append(f"No class activation map: {error}")
 
@@ -209,22 +208,10 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
     return tokens
 
 
-@contextlib.contextmanager
-def _mode(model: nn.Module, train: bool) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        for module in modes:
-            module.training = train
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _about(model: nn.Module, layers: list[Layer], times: dict[str, float], train: bool) -> list[tuple[str, str]]:
     parameters = list(dict.fromkeys(model.parameters()))
     devices = dict.fromkeys(str(p.device) for p in parameters)
-    dtypes = dict.fromkeys(dtype(p) for p in parameters)
+    dtypes = dict.fromkeys(dtype_name(p.dtype) for p in parameters)
     whole, total = times.get(""), sum(p.numel() for p in parameters)
     return [
         ("layers", f"{len(layers) - 1:,}"),

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core.index import Index, is_callable
-from torchhook._core.select import Target as Place
+from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._report import pictures
 from torchhook._report.facts import Call, Layer
-from torchhook._report.layout import Channels
-from torchhook._report.measure import dtype, numbers, rms
-from torchhook._report.score import Score, Target, score
+from torchhook._report.layout import Layouts
+from torchhook._report.measure import numbers
+from torchhook._report.score import Score, score
 from torchhook._values import tree
+from torchhook._values.elements import dtype_name
+from torchhook._values.moments import rms
+from torchhook._values.targets import Goal
 from torchhook._values.tree import Inputs
 
 _CALLS = 4  # of a layer that runs hundreds of times, the first few are enough to look at
@@ -41,7 +44,7 @@ def observe(
     model: nn.Module,
     index: Index,
     given: Inputs,
-    target: Target,
+    target: Goal,
     gradients: bool,
     layers: list[Layer],
     numbers_of: dict[int, int],
@@ -50,28 +53,31 @@ def observe(
 ) -> tuple[Any, Score, list[float]]:
     """Run the model, fill in the layers, and return its output, its score, and how much that hangs on each token."""
     session = Session(model, index=index, warn=False)
-    channels = Channels(given)
-    channels.watch(session)
+    layouts = Layouts(given, view.patches)
     sums: list[float] = []
     order = itertools.count()
     for key, number in numbers_of.items():
         module = index.distinct[key]
         if is_callable(module):
-            site, looker = Site(layers[number].path), _Looker(layers[number], module, view, channels, order, sums)
-            session.look(Place(site, module), looker.value)
+            site, looker = Site(layers[number].path), _Looker(layers[number], module, view, layouts, order, sums)
+            session.look(Target(site, module), looker.value)
             if gradients:
-                session.look(Place(site.but(port="grad"), module), looker.gradient)
+                session.look(Target(site.but(port="grad"), module), looker.gradient)
     with torch.set_grad_enabled(gradients), session as recording:
         leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
         with _some_gradient(model, leaves, gradients):
             output = model(*inputs.args, **inputs.kwargs)
-            found = score(output, target)
+            found = score(output, target, _examples(given))
             if gradients:
                 _backward(index, found, leaves, layers, numbers_of, notes)
     for layer in layers:
         if layer.runs and not layer.ran and layer.shared_with is None:
             layer.silent = recording.missing.get(str(Site(layer.path)), "the model did not call it.")
     return output, found, sums
+
+
+def _examples(given: Inputs) -> int:
+    return next((tensor.shape[0] for tensor in tree.tensors(given) if tensor.dim()), 1)
 
 
 def _backward(
@@ -132,12 +138,12 @@ class _Looker:
     """Takes the numbers and pictures of what passes one layer, on the spot: nothing of it is kept."""
 
     def __init__(
-        self, layer: Layer, module: nn.Module, view: View, channels: Channels, order: Iterator[int], sums: list[float]
+        self, layer: Layer, module: nn.Module, view: View, layouts: Layouts, order: Iterator[int], sums: list[float]
     ) -> None:
         self._layer = layer
         self._module = module
         self._view = view
-        self._channels = channels
+        self._layouts = layouts
         self._order = order
         self._sums = sums
 
@@ -149,19 +155,20 @@ class _Looker:
         leaf, tensor = _main(value)
         seen = Call(
             shape=tree.describe(value),
-            dtype="/".join(dict.fromkeys(map(dtype, tensors))) or "-",
+            dtype="/".join(dict.fromkeys(dtype_name(t.dtype) for t in tensors)) or "-",
             device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
             nbytes=sum(t.nbytes for t in tensors if t.layout == torch.strided and not t.is_nested),
             order=next(self._order),
             leaf=leaf,
         )
         if tensor is not None:
-            self._view.tokens = max(self._view.tokens, tensor.shape[1] if tensor.dim() == 3 else 0)
+            if tensor.dim() == 3 and not tensor.is_nested:
+                self._view.tokens = max(self._view.tokens, tensor.shape[1])
             with torch.no_grad():
-                last, view = self._channels.last(self._module, tensor), self._view
-                seen.value = numbers(tensor, last)
+                layout = self._layouts.of(self._module, tensor)
+                seen.value = numbers(tensor, layout)
                 if seen.value is not None:
-                    seen.maps = pictures.feature_maps(tensor, view.patches, view.maps, view.side, last)
+                    seen.maps = pictures.feature_maps(tensor, layout, self._view.maps, self._view.side)
         self._layer.calls.append(seen)
 
     def gradient(self, value: Any, call: int) -> None:
@@ -173,7 +180,7 @@ class _Looker:
         if tensor is None:
             return
         with torch.no_grad():
-            seen.gradient = numbers(tensor, self._channels.last(self._module, tensor))
+            seen.gradient = numbers(tensor, self._layouts.of(self._module, tensor))
             if tensor.dim() == 3:
                 # Gradients arrive last layer first: what stays is the one nearest to the input.
                 self._sums[:] = tensor[0].float().norm(dim=-1).tolist()

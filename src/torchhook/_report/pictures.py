@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook._report.facts import Sprite
-from torchhook._report.layout import maps_of
+from torchhook._values.layout import Layout
 from torchhook.errors import require
 
-# A few colours of each map; those between are mixed from their neighbours.
+# A few colors of each map; those between are mixed from their neighbors.
 _VIRIDIS = "440154 472d7b 3b528b 2c728e 21918c 28ae80 5ec962 addc30 fde725"
 _MAGMA = "000004 1d1147 51127c 822681 b73779 e75263 fc8961 fec488 fcfdbf"
 _NOT_FINITE = (255, 0, 128)
-_LEVELS = 254  # the last colour is kept for what is not finite
+_LEVELS = 254  # the last color is kept for what is not finite
 _COLUMNS = 8
 
 
@@ -30,9 +30,9 @@ def uri(image: Any, kind: str = "PNG", **options: Any) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
-def colours(anchors: str) -> Tensor:
-    """256 colours, each as three bytes."""
-    known = torch.tensor([list(bytes.fromhex(colour)) for colour in anchors.split()], dtype=torch.float32)
+def colors(anchors: str) -> Tensor:
+    """256 colors, each as three bytes."""
+    known = torch.tensor([list(bytes.fromhex(color)) for color in anchors.split()], dtype=torch.float32)
     mixed = F.interpolate(known.T[None], _LEVELS + 1, mode="linear", align_corners=True)[0].T
     return torch.cat([mixed.round().byte(), torch.tensor([_NOT_FINITE], dtype=torch.uint8)])
 
@@ -60,17 +60,14 @@ def sprite(maps: Tensor, labels: Sequence[str], what: str, side: int) -> Sprite:
     return Sprite(_indexed(pixels), columns, width, height, list(labels), what)
 
 
-def feature_maps(value: Tensor, patches: bool, number: int, side: int, last: bool | None = None) -> Sprite | None:
-    """The strongest channels of the first sample, or all of a value that has no maps as one picture.
-
-    ``last`` says whether channels are the last dimension, where that is known.
-    """
+def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int) -> Sprite | None:
+    """The strongest channels of the first sample, or all of a value that has no maps as one picture."""
     if not value.numel() or value.is_complex() or value.dim() == 0:
         return None
     value = value.dequantize() if value.is_quantized else value.detach().float()
-    maps = maps_of(value, patches, last)
-    if maps is None:
+    if layout is None or len(layout.grid) not in (2, 3) or min(layout.grid[-2:]) < 2:
         return _matrix(value, side)
+    maps = layout.picture(value)
     finite = maps.nan_to_num(0.0, 0.0, 0.0)
     order = finite.flatten(1).std(1, correction=0).argsort(descending=True, stable=True)[:number]
     mean = torch.where(maps.isfinite(), maps, torch.nan).nanmean(0, keepdim=True)
@@ -108,14 +105,14 @@ def heat(map_: Tensor, width: int, height: int) -> str:
     large = F.interpolate(map_[None, None].float().cpu(), (height, width), mode="bilinear", align_corners=False)[0]
     level = levels(large)[0]
     alpha = level.float().div(_LEVELS).clamp(0, 1).sqrt().mul(255).byte()
-    pixels = torch.cat([colours(_MAGMA)[level.long()], alpha[..., None]], -1)
+    pixels = torch.cat([colors(_MAGMA)[level.long()], alpha[..., None]], -1)
     return uri(pillow.fromarray(pixels.numpy()), "WEBP", quality=80)
 
 
 def _indexed(pixels: Tensor) -> str:
     pillow = require("PIL.Image", "report")
     image = pillow.fromarray(pixels.numpy())
-    image.putpalette(bytes(colours(_VIRIDIS).flatten().tolist()))
+    image.putpalette(bytes(colors(_VIRIDIS).flatten().tolist()))
     return uri(image, "PNG", optimize=True)
 
 

@@ -4,16 +4,18 @@ gradients. Each is said once for each site."""
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchhook.errors import TrainingWarning
+from torchhook.errors import TrainingWarning, warn
 
-_BORN_AT_ZERO = 1e-3  # a weight whose elements are below: its norm says nothing yet of how large gradients may be
+# Some weights are initialized at zero (the second matrix of LoRA, the last layer of a residual branch). While the
+# elements are below this, the norm says nothing yet of how large a gradient may be.
+_BORN_AT_ZERO = 1e-3
+_LEARNS_SLOWLY = 0.05  # the share of the newest step in what is usual, once there are many
 
 
 class Alarm(NamedTuple):
@@ -32,10 +34,12 @@ class Alarms:
     >>> Alarms(window=20).window
     20
 
-    ``window`` is in measured steps: units are dead, and gradients vanish, when it lasts that long. A gradient vanishes
-    below ``vanishing`` times the largest gradient norm of the model; it explodes when it is not finite, or when its
-    norm is over ``exploding`` times that of its weight, if that is not near zero as some are initialised, or over
-    ``exploding`` times what it usually was.
+    Arguments:
+        window: in measured steps: units are dead, and gradients vanish, when it lasts that long.
+        vanishing: a gradient vanishes below this times the largest gradient norm that it is compared with.
+        exploding: a gradient explodes when it is not finite, or when its norm is over this times that of its weight, if
+            that is not near zero as some are initialized, or over this times what it usually was.
+        dead_units: whether to look for units of a ReLU that are always zero.
     """
 
     window: int = 10
@@ -48,19 +52,21 @@ class Alarms:
             raise ValueError(f"window={self.window}: expected a number of measured steps, 1 or more.")
 
 
-class Bell:
+class AlarmState:
     """Remembers what it needs of the steps gone by, and warns."""
 
     def __init__(self, limits: Alarms) -> None:
         self.limits = limits
-        self.rung: list[Alarm] = []
-        self._said: set[tuple[str, str]] = set()
+        self.raised: list[Alarm] = []
+        self._said: set[tuple[str, str]] = set()  # once for each site and kind: it rarely goes away by itself
         self._weak: dict[str, int] = {}
         self._usual: dict[str, tuple[int, float]] = {}
         self._alive: dict[str, Tensor] = {}
         self._seen = 0
 
-    def saw(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # -- dead units ------------------------------------------------------------------------------
+
+    def add_live_units(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step's live channels; at the end of a window, those that lived in it."""
         for site, mask in masks.items():
             before = self._alive.get(site)
@@ -72,64 +78,68 @@ class Bell:
         window, self._alive, self._seen = self._alive, {}, 0
         return window
 
-    def dead(self, step: int, site: str, number: int, mask: Tensor) -> None:
+    def check_dead_units(self, step: int, site: str, number: int, mask: Tensor) -> None:
+        # Asked before the units are named: that is a transfer from the device.
         if number and ("dead", site) not in self._said:
             which = (~mask).nonzero().flatten()[:8].tolist()
             more = ", …" if number > len(which) else ""
-            self._say(
+            self._raise_alarm(
                 step,
                 site,
                 "dead",
                 f"{site!r}: {number} of {mask.numel()} units were zero in all of the last {self.limits.window} "
                 f"measured steps (units {', '.join(map(str, which))}{more}). A lower learning rate, another "
-                "initialisation or a leaky activation keeps units alive.",
+                "initialization or a leaky activation keeps units alive.",
             )
 
-    def gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: Mapping[str, int]) -> None:
+    # -- gradients -------------------------------------------------------------------------------
+
+    def check_gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: Mapping[str, int]) -> None:
         """Look at the gradient norms of the sites whose norms can be compared with each other, given their sizes."""
         norms = {
             site: values["grad_norm"] for site, values in sites.items() if site in compared and "grad_norm" in values
         }
-        finite = [norm for norm in norms.values() if math.isfinite(norm)]
-        largest = max(finite, default=0.0)
+        # Beside each other: how large gradients are depends on the loss, which is the same for all.
+        largest = max((norm for norm in norms.values() if math.isfinite(norm)), default=0.0)
         for site, norm in norms.items():
-            weight = sites[site].get("norm")
-            settled = weight is not None and weight >= _BORN_AT_ZERO * math.sqrt(compared[site])
-            self._exploding(step, site, norm, weight if settled else None)
-            if not norm > self.limits.vanishing * largest:
-                self._vanishing(step, site, norm, largest)
-            else:
+            size = sites[site].get("norm")
+            settled = size is not None and size >= _BORN_AT_ZERO * math.sqrt(compared[site])
+            self._check_exploding(step, site, norm, size if settled else None)
+            if math.isnan(norm):
+                continue  # neither weak nor recovered
+            if norm > self.limits.vanishing * largest:
                 self._weak.pop(site, None)
+            else:
+                self._vanishes(step, site, norms)
 
-    def _vanishing(self, step: int, site: str, norm: float, largest: float) -> None:
-        if norm != norm:
-            return
+    def _vanishes(self, step: int, site: str, norms: Mapping[str, float]) -> None:
         self._weak[site] = times = self._weak.get(site, 0) + 1
+        # One small gradient is no alarm: a batch without a rare token, a gate that was shut.
         if times >= self.limits.window:
-            self._say(
+            beside, advice = _compare(site, norms)
+            self._raise_alarm(
                 step,
                 site,
                 "vanishing",
-                f"{site!r}: the gradient vanishes. Its norm is {norm:.3g}, the largest in the model is {largest:.3g}, "
-                f"and so it was in {times} measured steps. Normalisation, residual connections or another "
-                "activation help.",
+                f"{site!r}: the gradient vanishes. {beside}. It has vanished in {times} measured steps. {advice}",
             )
 
-    def _exploding(self, step: int, site: str, norm: float, weight: float | None) -> None:
+    def _check_exploding(self, step: int, site: str, norm: float, size: float | None) -> None:
         times, usual = self._usual.get(site, (0, 0.0))
         limit = self.limits.exploding
         if not math.isfinite(norm):
             why = f"its norm is {norm}"
         elif times >= 3 and norm > limit * math.exp(usual):
             why = f"its norm is {norm:.3g}, and usually was {math.exp(usual):.3g}"
-        elif weight is not None and norm > limit * weight:
-            why = f"its norm is {norm:.3g}, that of the weight {weight:.3g}"
+        elif size is not None and norm > limit * size:
+            why = f"its norm is {norm:.3g}, that of the value itself {size:.3g}"
         else:
             if norm > 0:
-                share = max(1 / (times + 1), 0.05)
+                # The mean of logarithms: gradients differ by orders of magnitude, and an outlier must not become usual.
+                share = max(1 / (times + 1), _LEARNS_SLOWLY)
                 self._usual[site] = (times + 1, usual + share * (math.log(norm) - usual))
             return
-        self._say(
+        self._raise_alarm(
             step,
             site,
             "exploding",
@@ -137,12 +147,40 @@ class Bell:
             "value that is not finite with th.guard.",
         )
 
-    def _say(self, step: int, site: str, kind: str, message: str) -> None:
+    # -- saying it -------------------------------------------------------------------------------
+
+    def _raise_alarm(self, step: int, site: str, kind: str, message: str) -> None:
         if (kind, site) not in self._said:
             self._said.add((kind, site))
-            self.rung.append(Alarm(step, site, kind, f"step {step}: {message}"))
+            self.raised.append(Alarm(step, site, kind, f"step {step}: {message}"))
 
-    def ring(self, since: int) -> None:
-        """Warn of what was found since the list had ``since`` entries."""
-        for alarm in self.rung[since:]:
-            warnings.warn(alarm.message, TrainingWarning, stacklevel=2)
+    def warn_since(self, number: int) -> None:
+        """Warn of what was found since there were ``number`` alarms."""
+        # Not as it is found: a warning may be an error, and the step is to be logged before that ends it.
+        for alarm in self.raised[number:]:
+            warn(alarm.message, TrainingWarning)
+
+
+_HELPS = "Normalization, residual connections or another activation help."
+_LOOK_AT_THE_LOSS = "Look at the loss: it may be constant, or cut off from here by a clamp, a mask or a factor of 0."
+
+
+def _compare(site: str, norms: Mapping[str, float]) -> tuple[str, str]:
+    """How a gradient compares with the others, and what to do about it.
+
+    >>> _compare("a", {"a": 1e-9, "b": 0.25, "c": 0.125})[0]
+    "Its norm is 1e-09, that of 'b' is 0.25, the largest of the 3 that are compared"
+    """
+    finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    top = max(finite, key=finite.__getitem__)
+    unknown = len(norms) - len(finite)
+    if finite[top] > 0:
+        which = "the largest finite one" if unknown else "the largest"
+        beside = f"that of {top!r} is {finite[top]:.3g}, {which} of the {len(norms)} that are compared"
+        return f"Its norm is {norms[site]:.3g}, {beside}", _HELPS
+    if len(norms) == 1:
+        return "Its norm is 0, and there is no other to compare it with", _LOOK_AT_THE_LOSS
+    if not unknown:
+        return f"Its norm is 0, and so are those of all {len(norms)} that are compared", _LOOK_AT_THE_LOSS
+    bad = "1 is" if unknown == 1 else f"{unknown} are"
+    return f"Its norm is 0; of the {len(norms)} that are compared, {bad} not finite and the rest 0", _LOOK_AT_THE_LOSS

@@ -7,24 +7,26 @@ step is over: between measured steps the model runs with one hook, or with none 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from torch import nn
 
-from torchhook._core.index import Index
+from torchhook._core.index import Index, is_callable
+from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
+from torchhook._values.histograms import Histogram
 from torchhook._watch.alarms import Alarm, Alarms
-from torchhook._watch.engine import Engine, Plan, Snapshot
+from torchhook._watch.engine import Engine, Snapshot, Watched
 from torchhook._watch.sinks import sinks
-from torchhook._watch.statistics import DEFAULT, STATISTICS, Histogram
-from torchhook.errors import NeverRanWarning, SessionError, suggestion
+from torchhook._watch.statistics import DEFAULT, STATISTICS
+from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
+
+__all__ = ["Alarm", "Alarms", "Snapshot", "Watch", "watch"]
 
 Steps = Literal["calls", "manual"]
 
@@ -46,8 +48,7 @@ def watch(
     bins: int = 64,
     threads: Threads = "own",
 ) -> Watch:
-    """Take statistics of the selected sites at every Nth step, from now until ``close``; without selectors, of every
-    module.
+    """Take statistics of the selected sites at every Nth step; without selectors, of every module.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
@@ -57,62 +58,77 @@ def watch(
     0 23
     10 23
 
-    ``log`` is a TensorBoard ``SummaryWriter``, a W&B run, the path of a CSV file (one row for each step and site), a
-    function ``(step, values)``, or a list of these. ``statistics`` are of the site's value (``mean``, ``std``, ``min``,
-    ``max``, ``zeros``, ``nans``, ``norm``, ``histogram``; ``dead``, the share of units of a ReLU that are zero
-    throughout), of the gradient of a module's output or a parameter (``grad_norm``), and of the parameters of the
-    selected modules (``norm``, ``update_ratio``: how far the step moved them, relative to their norm); all but
-    ``histogram`` unless told. They stay on the device and come over once, when the step ends.
+    It watches in a ``with`` block, or from ``open`` to ``close``, and does nothing before. A step is one call of the
+    model, from its beginning to the next call, so that it holds the backward pass and the optimizer's step; several
+    calls of a layer in it are taken together (``"relu#1"`` means one of them). Numbers stay on the device and come over
+    once, when the step ends. Keep validation out with ``paused()``.
 
-    A step is one call of the model, from its beginning to the next call, so that it holds the backward pass and the
-    optimizer's step; several calls of a layer in it are taken together (``"relu#1"`` means one of them). Where a step
-    is something else (accumulated gradients, two forwards for one backward, a compiled model, which runs eagerly
-    while its calls are counted), say ``steps="manual"`` and call ``step()`` at the end of each. Keep validation out
-    with ``paused()``.
-
-    ``loss_scale=scaler.get_scale`` takes a gradient scaler's factor out again; ``alarms`` are warnings about dead units
-    and vanishing or exploding gradients, once for each site; ``start`` is the number of the first step.
+    Arguments:
+        model: the model in training; it computes what it would without a watch.
+        selectors: sites to watch: names, globs, types, modules, ``"layer4:input"``, ``"block/relu"``.
+        every: measure each Nth step; the others cost one hook.
+        log: where the statistics go: a TensorBoard ``SummaryWriter``, a W&B run, the path of a CSV file (one row for
+            each step and site), a function ``(step, values)``, or a list of these.
+        statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
+            ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout); of the gradient of a
+            module's output or a parameter: ``grad_norm``; of the parameters of the selected modules: ``norm``,
+            ``update_ratio`` (how far the step moved them, relative to their norm). All but ``histogram`` unless told.
+        gradients: whether to look at gradients.
+        parameters: whether to look at the parameters of the selected modules.
+        alarms: warn about dead units and vanishing or exploding gradients, once for each site; ``Alarms(...)`` says
+            when.
+        exclude: sites to leave out of those selected.
+        steps: ``"manual"`` where a step is something else than a call (accumulated gradients, two forwards for one
+            backward, a compiled model, which runs eagerly while its calls are counted): call ``step()`` at the end of
+            each.
+        start: the number of the first step, to continue an older count.
+        loss_scale: a gradient scaler's factor, to be taken out again: ``scaler.get_scale``.
+        history: how many of the newest snapshots to keep.
+        bins: the number of bins of a histogram.
+        threads: ``"all"`` also measures calls from other threads than the one that opens it.
     """
-    if every != int(every) or every < 1:
+    if every != int(every) or every < 1:  # 10.0 will do: such numbers are often computed
         raise ValueError(f"every={every!r}: expected a number of steps, 1 or more.")
     if steps not in ("calls", "manual"):
         raise ValueError(f"steps={steps!r}: use 'calls' (each call of the model is a step) or 'manual' (call step()).")
+    if threads not in ("own", "all"):
+        raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the watch) or 'all'.")
     names = [statistics] if isinstance(statistics, str) else list(statistics)
     for name in names:
         if name not in STATISTICS:
             raise ValueError(f"{name!r} is not a statistic. {suggestion(name, STATISTICS)}")
+    # In an order of our own, whatever the order asked for: it is that of a CSV file's columns, which may be continued.
     wanted = [
         name
         for name in STATISTICS
         if name in names and (gradients or name != "grad_norm") and (parameters or name != "update_ratio")
     ]
     index = Index(model)
-    targets = resolve(index, list(selectors) or "**", exclude=exclude)
-    plan = Plan(index, targets, wanted, gradients, parameters, bins, threads, steps == "calls")
+    targets = resolve(index, list(selectors) or _everything(index), exclude=exclude)
+    watched = Watched(index, targets, wanted, gradients, parameters, bins, threads, steps == "calls")
     limits = alarms if isinstance(alarms, Alarms) else Alarms() if alarms else None
-    engine = Engine(plan, int(every), sinks(log, wanted), limits, start, loss_scale, history)
+    engine = Engine(watched, int(every), sinks(log, wanted), limits, start, loss_scale, history)
     return Watch(engine, steps, threads)
 
 
-class Watch:
-    """Statistics of a model in training: a context manager, or a handle to ``close``."""
+def _everything(index: Index) -> str:
+    """Every module, but not the model around them, mostly with the output of the last layer; alone, it is the layer."""
+    return "**" if any(path and is_callable(module) for path, module in index.modules.items()) else "(model)"
+
+
+class Watch(Openable):
+    """Statistics of a model in training, for as long as it is open: a context manager, or ``open`` and ``close``."""
+
+    _kind = "watch"
 
     def __init__(self, engine: Engine, steps: Steps, threads: Threads) -> None:
         self._engine = engine
         self._steps = steps
-        self._closed = True
+        self._threads: Threads = threads
         self._session: Session | None = None
-        if steps == "manual":
-            engine.advance()
-            self._closed = False
-            return
-        index = engine.plan.index
-        session = self._session = Session(index.modules[""], index=index, threads=threads, warn=False)
-        session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())
-        for target in engine.plan.at_the_door:
-            session.look(target, _while_measuring(engine, target))
-        session.open()
-        self._closed = False
+        self._wanted = engine.watched.wanted
+        self._sites = len(engine.watched.targets)
+        self._made()
 
     @property
     def history(self) -> deque[Snapshot]:
@@ -122,6 +138,7 @@ class Watch:
     @property
     def last(self) -> dict[str, dict[str, Any]]:
         """The newest statistics, by site and name."""
+        self._needs_opening("last")
         if not self.history:
             raise SessionError(
                 "no step has been measured to its end yet: a step ends with the next one, with flush() or with close()."
@@ -131,82 +148,91 @@ class Watch:
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned about."""
-        return [] if self._engine.bell is None else list(self._engine.bell.rung)
+        return [] if self._engine.alarms is None else list(self._engine.alarms.raised)
 
     def step(self) -> None:
         """With ``steps="manual"``: a step ends here, and the next begins."""
+        self._needs_opening("step()")
         if self._steps != "manual":
             raise SessionError("step() is for steps='manual'; here each call of the model is a step. flush() ends one.")
-        if self._closed:
+        if self._life == "closed":
             raise SessionError("this watch is closed. Start a new one: start= continues its count.")
         self._engine.advance()
 
     def flush(self) -> None:
         """End the running step now: what happens until the next one belongs to neither."""
+        self._needs_opening("flush()")
         self._engine.finish()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """End the running step, and see nothing in this block: validation, for example."""
-        self._engine.finish()
+        self._needs_opening("paused()")
+        self._engine.finish()  # or what runs in the block would be taken for more calls of the running step
         before, self._engine.paused = self._engine.paused, True
         try:
             yield
         finally:
             self._engine.paused = before
 
-    def close(self) -> None:
-        """End the running step, take the hooks away, and warn about sites that never ran. Again: nothing."""
-        self._close(None)
-
-    remove = close
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._closed:
+    def _start(self) -> None:
+        engine = self._engine
+        if self._steps == "manual":
+            engine.advance()  # without a hook that counts: between measured steps the model is bare
             return
-        self._closed = True
+        index = engine.watched.index
+        session = Session(index.modules[""], index=index, threads=self._threads, warn=False)
+        # The hooks know the engine and not this object: one that is dropped must not live on in the model's hooks.
+        session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())
+        for target in engine.watched.before_step:
+            session.look(target, _while_measuring(engine, target))
+        self._session = session
+        session.open()
+
+    def _stop(self, error: BaseException | None) -> None:
         try:
             if self._session is not None:
                 self._session.close()
         finally:
+            # A step that an error cut short is not like the others, so it is not measured.
             self._engine.close(finished=error is None)
         if error is None:
             self._report()
+        # Whoever keeps the watch for its history does not keep the model.
+        self._session = None
+        del self._engine.watched
 
     def _report(self) -> None:
+        """Warn about what never ran."""
         engine = self._engine
         if not self.history:
             waiting = f"none of the {engine.next - engine.started} steps was a multiple of every={engine.every}"
             nothing = engine.next == engine.started or bool(engine.missing)
             why = "the model was not called" if nothing else waiting
-            warnings.warn(f"watch measured nothing: {why}.", NeverRanWarning, stacklevel=4)
+            warn(f"watch measured nothing: {why}.", NeverRanWarning)
             return
-        silent = [a for a in (str(t.site) for t in engine.plan.inside) if a not in engine.seen]
+        silent = [t.site for t in engine.watched.in_step if t.site not in engine.seen]
         if silent:
-            lines = [f"  {a or '(model)'!r}: {engine.missing.get(a, '')}" for a in silent[:10]]
+            lines = [f"  {site.shown!r}: {engine.missing.get(site, '')}" for site in silent[:10]]
             more = [f"  … and {len(silent) - 10} more"] if len(silent) > 10 else []
             what = "1 watched site" if len(silent) == 1 else f"{len(silent)} watched sites"
-            warnings.warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning, stacklevel=4)
+            warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
 
     def __del__(self) -> None:
-        if not self._closed and self._engine.next == self._engine.started and self._steps == "calls":
-            warnings.warn(
-                "a watch was dropped before it saw a step, and its hooks with it: keep what th.watch(...) returns.",
+        super().__del__()
+        # The hooks go with this object, so a loop that did not keep it would train on unwatched and in silence.
+        saw_nothing = self._life == "open" and self._steps == "calls" and self._engine.next == self._engine.started
+        if saw_nothing and not self._is_shutting_down():
+            warn(
+                "a watch was dropped before it saw a step, and its hooks with it: keep what th.watch(...).open() "
+                "returns.",
                 ResourceWarning,
-                stacklevel=2,
             )
 
     def table(self) -> Table:
         """The newest statistics as a table."""
-        names = [name for name in self._engine.plan.wanted if name != "histogram"]
+        self._needs_opening("table()")
+        names = [name for name in self._wanted if name != "histogram"]  # which fits no cell
         title = f"step {self.history[-1].step}" if self.history else "no step measured yet"
         rows = [
             [site or "(model)", *(_cell(values.get(name)) for name in names)]
@@ -215,8 +241,12 @@ class Watch:
         notes = [alarm.message for alarm in self.alarms]
         return Table(title, ["site", *(f">{name}" for name in names)], rows, notes)
 
+    def __repr__(self) -> str:
+        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self.history)} snapshots"
+        return f"<watch of {self._sites} sites: {state}>"
+
     def __str__(self) -> str:
-        return str(self.table())
+        return repr(self) if self._life == "made" else str(self.table())
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
@@ -228,6 +258,7 @@ def _cell(value: Any) -> str:
 
 def _while_measuring(engine: Engine, target: Target) -> Callable[[Any, int], None]:
     def look(value: Any, call: int) -> None:
+        # This hook outlives the steps, so it asks each time which one is running, if any.
         if engine.step is not None:
             engine.step.look(str(target.site), False)(value, call)
 

@@ -1,4 +1,7 @@
-"""What is looked at in a measured step, and the engine that opens a session for each of them."""
+"""What is looked at in a measured step, and the engine that opens a session for each of them.
+
+A session for each measured step, and none between: hooks that only asked whether a step is due would cost every step.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
-from torchhook._watch.alarms import Alarms, Bell
+from torchhook._values.statistics import Measure
+from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.sinks import Sink
-from torchhook._watch.statistics import Measure
 from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
 
-_INWARD = ("input", "grad_input")
+_INWARD = ("input", "grad_input")  # seen from a hook before the module runs
 
 
 class Snapshot(NamedTuple):
@@ -29,7 +32,7 @@ class Snapshot(NamedTuple):
     sites: dict[str, dict[str, Any]]
 
 
-class Plan:
+class Watched:
     """What is looked at in a measured step, decided before any hook is attached."""
 
     def __init__(
@@ -51,18 +54,21 @@ class Plan:
         self.gradients = gradients
         self.targets = targets
         root = index.modules[""]
-        # What is seen before the model runs is past when the session of a step opens, which the model's own call does.
+        # With steps counted by calls, the model's own call opens the session of a step. The model's inputs have passed
+        # by then, and are looked at by the hook that counts.
         early = [t for t in targets if t.module is root and (t.site.port in _INWARD or t.tensor is not None)]
-        self.at_the_door = early if by_call else []
-        self.inside = [t for t in targets if t not in self.at_the_door]
+        self.before_step = early if by_call else []
+        self.in_step = [t for t in targets if t not in self.before_step]
         self.parameters = _parameters(index, targets) if parameters else {}
 
     def attach(self, session: Session, step: Step, limits: Alarms | None) -> None:
+        """Have the session show the step what is watched."""
+        # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
-        if rectified and any(rectifies(target.module, target.site.op) for target in self.inside):
+        if rectified and any(rectifies(target.module, target.site.op) for target in self.in_step):
             for layer in layers(self.index):
                 session.look(layer, step.units.look(layer.module))
-        for target in self.inside:
+        for target in self.in_step:
             site = target.site
             if target.tensor is not None and site.port == "output":
                 session.look(target, step.look_once(str(site)))
@@ -72,6 +78,7 @@ class Plan:
             if self.gradients and is_output:
                 session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
         if self.gradients:
+            # As the model holds them now: layers are frozen, unfrozen and replaced while a model trains.
             for name, target in self.parameters.items():
                 tensor = live_tensor(target)
                 if tensor.requires_grad:
@@ -88,9 +95,8 @@ class Plan:
         """Sites whose gradient norms say something about each other: weights, or else the outputs of modules.
 
         With the number of a weight's elements; outputs are of any size.
-
-        Not biases: before a normalisation, or as keys of an attention, their gradient is zero as it should be.
         """
+        # Not biases: before a normalization, or as keys of an attention, their gradient is zero as it should be.
         weights = {name: tensor.numel() for name, tensor in self.trained() if tensor.dim() > 1}
         return weights or {str(target.site): 1 for target in self.targets if target.tensor is None}
 
@@ -103,6 +109,7 @@ def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
     for name, (module, attribute) in index.tensors.items():
         parameter = module._parameters.get(attribute)
         if parameter is not None and (module in chosen or (module, attribute) in named):
+            # By identity: a tied weight has one gradient and moves once, whatever the number of its names.
             found.setdefault(id(parameter), (name, Target(Site(name, port="grad"), module, attribute)))
     return dict(found.values())
 
@@ -110,40 +117,41 @@ def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
 class Engine:
     """Counts steps, measures those that are due, and hands out what was found."""
 
-    # The model's hook holds this and the handle does: it must not hold the handle, or a dropped handle would stay.
+    # Both the model's hook and the user's handle hold this. It must not hold the handle, or one that was dropped would
+    # stay for as long as the model.
 
     def __init__(
         self,
-        plan: Plan,
+        watched: Watched,
         every: int,
-        outlets: list[Sink],
+        sinks: list[Sink],
         limits: Alarms | None,
         start: int,
         loss_scale: float | Callable[[], float],
         history: int,
     ) -> None:
-        self.plan = plan
+        self.watched = watched
         self.every = every
         self.next = start
         self.started = start
         self.history: deque[Snapshot] = deque(maxlen=history)
-        self.bell = None if limits is None else Bell(limits)
+        self.alarms = None if limits is None else AlarmState(limits)
         self.paused = False
         self.step: Step | None = None
         self.seen: set[str] = set()
         self.missing: dict[str, str] = {}
         self._limits = limits
-        self._outlets = outlets
+        self._sinks = sinks
         self._loss_scale = loss_scale
         self._session: Session | None = None
-        self._weights = Weights("update_ratio" in plan.wanted)
+        self._weights = Weights("update_ratio" in watched.wanted)
         self._norms: dict[str, int] = {}
 
     def advance(self) -> None:
         """One step ends and the next begins."""
         if self.paused:
             return
-        if self.step is not None:
+        if self.step is not None:  # it lasts until here, so that it holds the optimizer's step
             self.finish()
         number = self.next
         self.next += 1
@@ -151,22 +159,26 @@ class Engine:
             self._begin(number)
 
     def _begin(self, number: int) -> None:
+        watched = self.watched
+        # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        step = Step(number, self.plan.measure, Units(self.plan.index), float(scale))
-        self._norms = self._weights.begin(self.plan.trained(), step.ledger)
-        session = Session(self.plan.index.modules[""], index=self.plan.index, threads=self.plan.threads, warn=False)
-        self.plan.attach(session, step, self._limits)
-        session.open(running=self.plan.by_call)
+        step = Step(number, watched.measure, Units(watched.index), float(scale))
+        self._norms = self._weights.begin(watched.trained(), step.ledger)
+        session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
+        watched.attach(session, step, self._limits)
+        session.open(running=watched.by_call)
         self.step, self._session = step, session
 
     def abandon(self) -> Step | None:
         """Take the hooks of the running step away."""
+        # Before anything that may fail: no hook may write to a step that is over.
         step, self.step = self.step, None
         session, self._session = self._session, None
         if session is not None:
             session.close()
             missing = session.recording.missing
-            self.seen.update(a for a in (str(t.site) for t in self.plan.inside) if a not in missing)
+            # A layer may be skipped in one step and run in another: only what no step has seen is reported at the end.
+            self.seen.update(a for a in (str(t.site) for t in self.watched.in_step) if a not in missing)
             self.missing = missing
         return step
 
@@ -175,20 +187,21 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
-        self._weights.clear()
+        self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
 
     def finish(self) -> None:
         """End the running step, if it is a measured one, and tell what was found."""
+        # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
         step = self.abandon()
         if step is None or not step.ran:
             return
-        told = 0 if self.bell is None else len(self.bell.rung)
+        known = 0 if self.alarms is None else len(self.alarms.raised)
         updates = self._weights.end(step.ledger)
-        sites = step.finish(self.plan.wanted, self._norms, updates, self.bell)
-        if self.bell is not None:
-            self.bell.gradients(step.number, sites, self.plan.compared())
+        sites = step.finish(self.watched.wanted, self._norms, updates, self.alarms)
+        if self.alarms is not None:
+            self.alarms.check_gradients(step.number, sites, self.watched.compared())
         self.history.append(Snapshot(step.number, sites))
-        for outlet in self._outlets:
-            outlet(step.number, sites)
-        if self.bell is not None:
-            self.bell.ring(told)
+        for sink in self._sinks:
+            sink(step.number, sites)
+        if self.alarms is not None:
+            self.alarms.warn_since(known)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchhook._watch.statistics import Histogram
+from torchhook._values.histograms import Histogram
 
 Sites = Mapping[str, Mapping[str, Any]]
 Sink = Callable[[int, Sites], None]
@@ -19,6 +19,8 @@ _SAMPLES = 1000
 
 def sinks(log: Any, columns: Sequence[str]) -> list[Sink]:
     """One sink for each destination that ``log`` names."""
+    # Known by what they can do and not by their class: importing TensorBoard or W&B only to ask takes seconds, and
+    # neither has to be installed.
     if log is None:
         return []
     if isinstance(log, (list, tuple)):
@@ -55,12 +57,13 @@ def _tensorboard(writer: Any) -> Sink:
     return write
 
 
-def _centres(histogram: Histogram) -> list[float]:
+def _centers(histogram: Histogram) -> list[float]:
     return [(a + b) / 2 for a, b in zip(histogram.edges, histogram.edges[1:], strict=False)]
 
 
+# The values themselves never left the device, so that sums are those of the centers of the bins.
 def _raw(histogram: Histogram) -> tuple[float, float, int, float, float, list[float], list[int]]:
-    pairs = list(zip(_centres(histogram), histogram.counts, strict=True))
+    pairs = list(zip(_centers(histogram), histogram.counts, strict=True))
     total = sum(c * n for c, n in pairs)
     squares = sum(c * c * n for c, n in pairs)
     return (
@@ -80,7 +83,7 @@ def _samples(histogram: Histogram) -> Any:
 
     total = max(sum(histogram.counts), 1)
     times = [round(n * min(1.0, _SAMPLES / total)) for n in histogram.counts]
-    return np.repeat(_centres(histogram), times)
+    return np.repeat(_centers(histogram), times)
 
 
 def _wandb(run: Any) -> Sink:
@@ -98,6 +101,7 @@ def _wandb(run: Any) -> Sink:
 
 def _csv(path: Path, columns: list[str]) -> Sink:
     header = ["step", "site", *columns]
+    # Looked at now: that a file does not fit is no news for the end of the first step of a long training.
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
             found = next(csv.reader(file), [])
@@ -108,6 +112,7 @@ def _csv(path: Path, columns: list[str]) -> Sink:
             )
 
     def write(step: int, sites: Sites) -> None:
+        # Opened for each step and closed again: whatever kills the run, the steps before are on disk.
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as raw:
             size = raw.seek(0, os.SEEK_END)

@@ -12,9 +12,13 @@ from torch import Tensor
 
 from torchhook._core.hooks import after_backward
 from torchhook._core.taps import Look
+from torchhook._torch import version
 from torchhook._values import tree
-from torchhook._watch.alarms import Bell
-from torchhook._watch.statistics import Ledger, Measure, Moments, measurable, norm, summarise
+from torchhook._values.elements import measurable
+from torchhook._values.moments import norm
+from torchhook._values.statistics import Measure, Measured, summarize
+from torchhook._watch.alarms import AlarmState
+from torchhook._watch.statistics import Ledger
 from torchhook._watch.units import Units
 
 
@@ -29,14 +33,15 @@ class Step:
         self.units = units
         self._measure = measure
         self._loss_scale = loss_scale
-        self._values: dict[str, list[Moments]] = {}
+        self._values: dict[str, list[Measured]] = {}
+        """Where their numbers are in the ledger."""
         self._masks: dict[str, Tensor] = {}
         self._gradients: dict[str, list[int]] = {}
         self._parameter_gradients: dict[str, int] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
-        self._settling: weakref.ref[Any] | None = None
+        self._waiting: weakref.ref[Any] | None = None
         ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
-        self._moments = _Latest(lambda tensor: measure(tensor, ledger))
+        self._moments = _Latest(lambda tensor: measure(tensor).map(ledger.note))
         self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
 
     # -- what hooks call -----------------------------------------------------------------------
@@ -48,7 +53,7 @@ class Step:
                 if self._measure.needed:
                     self._values.setdefault(key, []).append(self._moments.of(tensor))
                 mask = self.units.alive(tensor) if rectifies else None
-                if mask is not None:
+                if mask is not None:  # a unit lives that lived in any call of the step
                     before = self._masks.get(key)
                     self._masks[key] = mask if before is None or before.shape != mask.shape else before | mask
 
@@ -73,36 +78,41 @@ class Step:
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(gradient)))
                 return
             # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-            if self._settling is None or self._settling() is None:
+            if self._waiting is None or self._waiting() is None:
                 # Autograd alone holds it, until the backward pass ends or fails.
-                settle = functools.partial(self._settle)
-                self._settling = weakref.ref(settle)
-                after_backward(settle)
-            self._awaited[site] = (parameter, id(before), before._version)
+                read = functools.partial(self._read_sums)
+                self._waiting = weakref.ref(read)
+                after_backward(read)
+            self._awaited[site] = (parameter, id(before), version(before))
 
         return look
 
-    def _settle(self) -> None:
+    def _read_sums(self) -> None:
         awaited, self._awaited = self._awaited, {}
-        for site, (parameter, identity, version) in awaited.items():
+        for site, (parameter, identity, known) in awaited.items():
             total = parameter.grad
             # Unchanged after autograd.grad, which hands its gradients out instead.
-            if total is not None and (id(total) != identity or total._version != version):
+            if total is not None and (id(total) != identity or version(total) != known):
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(total)))
 
     # -- at the end ----------------------------------------------------------------------------
 
     def finish(
-        self, wanted: Sequence[str], weights: dict[str, int], updates: dict[str, int], bell: Bell | None
+        self, wanted: Sequence[str], weights: dict[str, int], updates: dict[str, int], alarms: AlarmState | None
     ) -> dict[str, dict[str, Any]]:
         """Read all numbers at once: statistics by site, modules first."""
+        # Everything is noted before anything is read: one transfer for the whole step.
         dead = {site: self.ledger.note((~mask).sum()) for site, mask in self._masks.items()}
-        window = bell.saw(self._masks) if bell is not None else {}
+        window = alarms.add_live_units(self._masks) if alarms is not None else {}
         dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
         numbers = self.ledger.read()
-        found = {site: summarise(parts, numbers, wanted) for site, parts in self._values.items()}
+        found = {
+            site: summarize([part.map(numbers.__getitem__) for part in parts], wanted)
+            for site, parts in self._values.items()
+        }
         for site, key in dead.items():
             _note(found, site, "dead", numbers[key] / self._masks[site].numel())
+        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
         for site, keys in self._gradients.items():
             _note(found, site, "grad_norm", self._unscaled(math.hypot(*(numbers[key] for key in keys))))
         for site, key in weights.items():
@@ -112,8 +122,8 @@ class Step:
             if site in updates:
                 _note(found, site, "update_ratio", _ratio(numbers[updates[site]], numbers[key]))
         for site, key in dead_in_window.items():
-            assert bell is not None
-            bell.dead(self.number, site, int(numbers[key]), window[site])
+            assert alarms is not None
+            alarms.check_dead_units(self.number, site, int(numbers[key]), window[site])
         return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}
 
     def _unscaled(self, gradient: float) -> float:
@@ -130,10 +140,11 @@ class _Latest:
         self._result: Any = None
 
     def of(self, tensor: Tensor) -> Any:
-        version = -1 if tensor.is_inference() else tensor._version
-        if version == -1 or version != self._version or self._tensor() is not tensor:
+        # An inference tensor counts no versions, so a write to it would go unnoticed.
+        now = -1 if tensor.is_inference() else version(tensor)
+        if now == -1 or now != self._version or self._tensor() is not tensor:
             self._result = self._function(tensor)
-            self._tensor, self._version = weakref.ref(tensor), version
+            self._tensor, self._version = weakref.ref(tensor), now
         return self._result
 
 
@@ -148,6 +159,7 @@ def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _dense(gradient: Tensor) -> Tensor:
+    # Coalesced: a row that was looked up twice is there twice, and only the sum of the two is its gradient.
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -156,6 +168,6 @@ def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) 
 
 
 def _ratio(update: float, weight: float) -> float:
-    if weight == 0:
+    if weight == 0:  # initialized at zero: any step is infinitely far, except none
         return 0.0 if update == 0 else math.inf
     return update / weight

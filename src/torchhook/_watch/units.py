@@ -12,11 +12,11 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
+from torchhook._values.layout import channel_dim, spatial_dims
 
+# Only those whose output is exactly zero for all that is below zero: a unit of a GELU or a leaky ReLU still learns.
 _RECTIFIERS = (nn.ReLU, nn.ReLU6)
 _RECTIFYING = frozenset({"relu", "relu_", "relu6"})
-_SPATIAL = ("InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
-_BY_RANK = {rank: tuple(getattr(nn, f"{kind}{rank}d") for kind in _SPATIAL) for rank in (1, 2, 3)}
 
 
 def rectifies(module: nn.Module, op: str | None) -> bool:
@@ -29,7 +29,7 @@ class Units:
     and ``(N, T, D)`` of a Linear look the same."""
 
     def __init__(self, index: Index) -> None:
-        self._sequences = any(_rank(module) == 1 for module in index.modules.values())
+        self._sequences = any(spatial_dims(module) == 1 for module in index.modules.values())
         self._dims: dict[torch.Size, int] = {}
 
     def look(self, module: nn.Module) -> Look:
@@ -37,7 +37,7 @@ class Units:
 
         def look(value: Any, call: int) -> None:
             if isinstance(value, Tensor):
-                dim = _unit_dim(module, value.dim())
+                dim = channel_dim(module, value.dim())
                 if dim is not None:
                     self._dims[value.shape] = dim
 
@@ -49,37 +49,16 @@ class Units:
             return None
         unit = self._dims.get(tensor.shape)
         if unit is None:
+            # In a model with both kinds, three dims may be (N, C, T) or (N, T, D): better no answer than a wrong one.
             if tensor.dim() == 3 and self._sequences:
                 return None
             unit = 2 if tensor.dim() == 3 else 1
+        # Nothing is below zero after a rectifier, so the greatest value tells, in one pass and without a copy.
         return tensor.detach().amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
 
 
 def layers(index: Index) -> Iterator[Target]:
     """The layers that tell where units are."""
     for module in index.distinct.values():
-        if _unit_dim(module, 4) is not None:
+        if channel_dim(module, 4) is not None:
             yield Target(Site(index.names(module)[0]), module)
-
-
-def _unit_dim(module: nn.Module, dims: int) -> int | None:
-    """The dim of units in an output of so many dims."""
-    rank = _rank(module)
-    if rank is not None:
-        dim = dims - rank - 1  # one more in front, for the batch, or none
-    elif isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)):
-        dim = 1
-    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        dim = dims - 1 if len(module.normalized_shape) == 1 else -1
-    elif isinstance(module, (nn.Linear, nn.Embedding)):
-        dim = dims - 1
-    else:
-        return None
-    return dim if 0 <= dim < dims else None
-
-
-def _rank(module: nn.Module) -> int | None:
-    """The number of dims that come after the channels in a layer's output."""
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return len(module.kernel_size)
-    return next((rank for rank, kinds in _BY_RANK.items() if isinstance(module, kinds)), None)

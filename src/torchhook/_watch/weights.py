@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from torchhook._watch.statistics import PIECE, Ledger, flatten, measurable, norm
+from torchhook._values.elements import measurable
+from torchhook._values.moments import distance, norm
+from torchhook._watch.statistics import Ledger
 
 
 class Weights:
@@ -45,15 +46,6 @@ class Weights:
         for site, parameter in self._now.items():
             copy = self._copies.get(site)
             if copy is not None and copy.shape == parameter.shape and copy.device == parameter.device:
-                norms[site] = ledger.note(_distance(parameter.detach(), copy))
+                norms[site] = ledger.note(distance(parameter.detach(), copy))
         self._now = {}
         return norms
-
-
-def _distance(one: Tensor, two: Tensor) -> Tensor:
-    one, two = flatten(one), flatten(two)
-    if not one.is_cpu or one.numel() <= PIECE:
-        return norm(one - two)
-    scratch = torch.empty(PIECE, dtype=one.dtype)
-    gaps = (torch.sub(a, b, out=scratch[: len(a)]) for a, b in zip(one.split(PIECE), two.split(PIECE), strict=True))
-    return norm(torch.stack([norm(gap) for gap in gaps]))

@@ -8,9 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from torchhook._values.images import pixels
+from torchhook._values.layout import square_grid
 from torchhook.plot import style
-from torchhook.plot.overlay import draw, images
-from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, number, one, token_grid
+from torchhook.plot.overlay import draw
+from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, number, one
 
 _LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
 _LINE = 2.5 / 72
@@ -18,7 +20,7 @@ _LINE = 2.5 / 72
 
 def attention(
     source: Source,
-    site: str | None = None,
+    sites: str | None = None,
     *,
     sample: int = 0,
     heads: int | Sequence[int] | None = None,
@@ -37,12 +39,12 @@ def attention(
     >>> import torch
     >>> figure = attention(torch.rand(1, 3, 9, 9).softmax(-1))
 
-    Takes what ``th.attention`` returns with the ``site`` to show, a map (batch × heads × queries × keys), or a rollout
-    (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are shaded by how
-    much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise) looks at over
-    the image; ``grid`` is that of the patches where it is not square. ``heads`` picks some heads, or one.
+    Takes what ``th.attention`` returns, with the one of its ``sites`` to show, a map (batch × heads × queries × keys),
+    or a rollout (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are
+    shaded by how much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
+    looks at over the image; ``grid`` is that of the patches where it is not square. ``heads`` picks some heads, or one.
     """
-    value = one(source, site)
+    value = one(source, sites)
     weights = _weights(value, sample)
     wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
     shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
@@ -171,13 +173,13 @@ def _on_image(
     fig: Any,
 ) -> Any:
     keys = weights.shape[2]
-    found = tuple(grid) if grid is not None else token_grid(keys) or _square(keys)
+    found = tuple(grid) if grid is not None else square_grid(keys) or square_grid(keys, 1, (0,))
     if found is None or math.prod(found) > keys:
         raise ValueError(f"{keys} keys are not a square grid of patches: give grid=(rows, columns).")
     prefix = keys - math.prod(found)
     # Without a class token nobody asks for all: what every query looks at, on average.
     rows = weights[:, query] if query is not None else weights[:, 0] if prefix else weights.mean(1)
-    pictures = images(image)
+    pictures = pixels(image)
     picture = pictures[sample if len(pictures) > 1 else 0]
     side = 3.4 if len(weights) == 1 else 1.9
     figure, axes = style.panels(len(weights), ax, fig, side, titles=any(labels))
@@ -185,8 +187,3 @@ def _on_image(
         draw(panel, picture, row[prefix:].reshape(found), alpha, cmap)
         style.title(panel, label, small=True)
     return figure
-
-
-def _square(keys: int) -> tuple[int, int] | None:
-    side = math.isqrt(keys)
-    return (side, side) if side * side == keys else None

@@ -24,7 +24,7 @@ class Swept(Protocol):
     corrupted: float
 
     @property
-    def normalised(self) -> Tensor: ...
+    def normalized(self) -> Tensor: ...
 
 
 _COLORS: dict[str, str] = {"same": style.BLUE, "differs": style.RED}
@@ -89,18 +89,18 @@ def sweep(
     result: Swept,
     *,
     tokens: Sequence[str] | None = None,
-    normalised: bool = True,
+    normalized: bool = True,
     title: str | None = None,
     ax: Any = None,
     fig: Any = None,
 ) -> Any:
     """What each patch does, as a heat map of sites by positions: white changes nothing, blue brings the clean run back.
 
-    ``tokens`` names the positions. ``normalised=False`` shows the metric itself. A site that has no such position is
-    left grey.
+    ``tokens`` names the positions. ``normalized=False`` shows the metric itself. A site that has no such position is
+    left gray.
     """
-    share = normalised and result.clean != result.corrupted
-    shown = (result.normalised if share else result.values).detach().cpu().double().numpy()
+    share = normalized and result.clean != result.corrupted
+    shown = (result.normalized if share else result.values).detach().cpu().double().numpy()
     columns = shown.shape[1]
     labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
     if tokens is not None:
@@ -109,7 +109,7 @@ def sweep(
         labels = [tokens[p] for p in result.positions]
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
     figure, ax = style.single(width, height, ax, fig)
-    low, high = limits(shown, clip=0.5, centre=share)
+    low, high = limits(shown, clip=0.5, center=share)
     if share:
         low, high = min(low, -1.0), max(high, 1.0)
     cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.FAINT)

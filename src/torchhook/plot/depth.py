@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchhook._recording.records import Recording
+from torchhook._values.finite import finite
+from torchhook._values.histograms import inner_range
+from torchhook._values.statistics import summary
 from torchhook.plot import style
-from torchhook.plot.values import Array, Source, Value, doubles, values
+from torchhook.plot.values import Array, Source, Value, values
 
 
 def statistics(
@@ -112,24 +115,19 @@ class _Spread(NamedTuple):
 
 
 def _spread(value: Value) -> _Spread:
-    array, whole = _finite(value)
-    if not array.size:
-        return _Spread(np.nan, np.nan, np.nan, np.nan, np.nan, whole)
-    low, high = np.percentile(array, [1, 99])
-    return _Spread(array.mean(), array.std(), low, high, (array == 0).mean(), whole)
+    part = finite(value.tensor)
+    found, good = summary(part), part.values
+    if not good.numel():
+        return _Spread(np.nan, np.nan, np.nan, np.nan, np.nan, False)
+    low, high = inner_range(good.double().numpy(), 1)
+    return _Spread(found.mean, found.std, low, high, found.zeros / good.numel(), not part.bad)
 
 
 def _size(value: Value) -> tuple[float, float, bool]:
     """The mean and the largest magnitude of the finite values, and whether all are."""
-    array, whole = _finite(value)
-    sizes = np.abs(array)
-    return (float(sizes.mean()), float(sizes.max()), whole) if array.size else (0.0, 0.0, whole)
-
-
-def _finite(value: Value) -> tuple[Array, bool]:
-    array = doubles(value.tensor)
-    finite = array[np.isfinite(array)]
-    return finite, finite.size == array.size
+    part = finite(value.tensor.abs())
+    found = summary(part)
+    return found.mean or 0.0, found.max or 0.0, not part.bad
 
 
 def _width(count: int) -> float:

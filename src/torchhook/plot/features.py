@@ -19,7 +19,7 @@ _REDUCTIONS = {
 
 def feature_maps(
     source: Source,
-    site: str | Sequence[str] | None = None,
+    sites: str | Sequence[str] | None = None,
     *,
     reduce: str | None = None,
     sample: int = 0,
@@ -42,12 +42,12 @@ def feature_maps(
 
     ``reduce="mean"`` averages the channels and shows the result from its smallest to its largest value; ``"max"`` and
     ``"norm"`` are the others. Of a recording of several layers, each is reduced to its mean. ``channels`` is how many
-    are shown at most, spread evenly, or which. Colours leave out ``clip`` percent at either end, 1 unless reduced.
+    are shown at most, spread evenly, or which. Colors leave out ``clip`` percent at either end, 1 unless reduced.
     Tokens are laid out on their grid, and maps that look like channels last (7 × 7 × 96) are turned, which the title
     then says; ``layout`` (``"channels_first"``, ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes
     wrong.
     """
-    found = values(source, site)
+    found = values(source, sites)
     if reduce is not None and reduce not in _REDUCTIONS:
         raise ValueError(f"reduce={reduce!r}: use {', '.join(map(repr, _REDUCTIONS))} or None.")
     if len(found) > 1 or reduce is not None:

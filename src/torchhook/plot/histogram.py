@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from torchhook._values.finite import finite
+from torchhook._values.histograms import histogram as count
+from torchhook._values.histograms import with_room_for
+from torchhook._values.statistics import summary
 from torchhook.plot import style
-from torchhook.plot.values import Array, Source, Value, doubles, flaws, limits, values
+from torchhook.plot.values import Array, Source, Value, flaws, limits, values
 
 
 def histogram(
@@ -39,23 +43,22 @@ def histogram(
 
 def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, ax: Any, fig: Any) -> Any:
     figure, ax = style.single(5.6, 3.2, ax, fig)
-    array = doubles(value.tensor)
-    finite = array[np.isfinite(array)]
-    low, high = _room(*limits(finite, clip), bins)
-    heights, edges = np.histogram(finite, bins=bins, range=(low, high))
+    part = finite(value.tensor.double())
+    found, good = summary(part), part.values
+    low, high = with_room_for(bins, *limits(good.numpy(), clip))
+    heights, edges = count(good, bins, low, high)
     ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
     style.chart(ax, "value", "count")
-    if log and heights.any():
+    if log and any(heights):
         ax.set_yscale("log")
-    if finite.size:
-        mean = float(finite.mean())
-        if low <= mean <= high:
-            ax.axvline(mean, color=style.AMBER, linewidth=1.2)
-        outside = int(((finite < low) | (finite > high)).sum())
-        notes = [f"mean {style.number(mean)}", f"std {style.number(float(finite.std()))}"]
-        notes += [f"{_zeros(finite):.0%} zeros"] if _zeros(finite) >= 0.005 else []
-        notes += [f"{outside / finite.size:.1%} outside"] if outside else []
-        notes += [flaws(array)] if flaws(array) else []
+    if found.mean is not None and found.std is not None:
+        if low <= found.mean <= high:
+            ax.axvline(found.mean, color=style.AMBER, linewidth=1.2)
+        zeros, outside = found.zeros / good.numel(), good.numel() - sum(heights)
+        notes = [f"mean {style.number(found.mean)}", f"std {style.number(found.std)}"]
+        notes += [f"{zeros:.0%} zeros"] if zeros >= 0.005 else []
+        notes += [f"{outside / good.numel():.1%} outside"] if outside else []
+        notes += [said] if (said := flaws(value.tensor.numpy())) else []
         ax.text(0.985, 0.96, "\n".join(notes), transform=ax.transAxes, ha="right", va="top", fontsize=style.SMALL,
                 color=style.SOFT, linespacing=1.5)  # fmt: skip
     style.title(ax, value.name if title is None else title)
@@ -67,12 +70,12 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     # One layer with huge values must not press all the others into a line: the median layer sets the scale.
     spans = np.array([limits(value.tensor.numpy(), clip) for value in found])
     low, high = min(float(np.percentile(spans[:, 0], 15)), 0.0), float(np.percentile(spans[:, 1], 85))
-    edges = np.linspace(*_room(low, high if high > low else low + 1, bins), bins + 1)
+    low, high = with_room_for(bins, low, high if high > low else low + 1)
+    edges = np.linspace(low, high, bins + 1)
     middle = (edges[:-1] + edges[1:]) / 2
     colors = style.colormap("viridis")(np.linspace(0.08, 0.82, len(found)))
     for row, value in enumerate(found):
-        array = doubles(value.tensor)
-        heights = _heights(array[np.isfinite(array)], edges, log)
+        heights = _heights(count(value.tensor.double(), bins, low, high).counts, log)
         base = -float(row)
         ax.fill_between(middle, base, base + heights, color=colors[row], alpha=0.85, linewidth=0, zorder=row + 2)
         ax.plot(middle, base + heights, color="white", linewidth=0.8, zorder=row + 2)
@@ -89,18 +92,8 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     return figure
 
 
-def _room(low: float, high: float, bins: int) -> tuple[float, float]:
-    """A range that so many bins can be told apart in, however large its numbers are."""
-    needed = 2 * bins * float(np.spacing(max(abs(low), abs(high))))
-    if high - low >= needed:
-        return low, high
-    middle = low + (high - low) / 2
-    return middle - needed / 2, middle + needed / 2
-
-
-def _heights(array: Array, edges: Array, log: bool) -> Array:
-    counts, _ = np.histogram(array, bins=edges)
-    heights = np.log1p(counts) if log else counts.astype(float)
+def _heights(counts: list[int], log: bool) -> Array:
+    heights: Array = np.log1p(counts) if log else np.array(counts, float)
     # A spike (the zeros of a ReLU) may stand out, but not make the rest vanish.
     top = max(float(np.percentile(heights, 97)), float(heights.max()) / 6, 1e-12)
     return np.minimum(heights / top, 1.6)
@@ -109,7 +102,3 @@ def _heights(array: Array, edges: Array, log: bool) -> Array:
 def _mark(value: Value) -> str:
     said = flaws(value.tensor.numpy())
     return f" ({said})" if said else ""
-
-
-def _zeros(array: Array) -> float:
-    return float((array == 0).mean())

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchhook._values.images import pixels
 from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import Array, flaws, limits
-
-_MEAN, _STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])  # ImageNet's
-_NEAR = 0.02
-_BYTES = 64  # bytes go further than this, unless the picture is nearly black
 
 
 def overlay(
@@ -33,13 +30,14 @@ def overlay(
 
     >>> figure = overlay(torch.rand(1, 3, 32, 32), torch.rand(1, 8, 8))
 
-    ``image`` is a tensor or array, channels first or last, grey or colour, of one image or a batch, in bytes, in
-    [0, 1], in [-1, 1] or normalised as for ImageNet. ``heat`` is a map, or one for each image, of any size; of a volume
-    the middle slice is shown. ``alpha`` is the opacity of the highest value.
+    ``image`` is a path, an image of pillow, or a list of these; or a tensor or array, channels first or last, gray or
+    color, of one image or a batch, in bytes, in [0, 1], in [-1, 1] or normalized as for ImageNet. ``heat`` is a map, or
+    one for each image, of any size; of a volume the middle slice is shown. ``alpha`` is the opacity of the highest
+    value.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha}: give an opacity from 0 to 1.")
-    pictures, heats = images(image), _heats(heat)
+    pictures, heats = pixels(image), _heats(heat)
     if len(pictures) != len(heats) and len(pictures) != 1:
         raise ValueError(f"{len(heats)} maps do not belong to {len(pictures)} images.")
     labels = [flaws(one) for one in heats] if titles is None else list(titles)
@@ -60,7 +58,7 @@ def overlay(
 
 
 def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
-    """One image with its map, and the scale of its colours."""
+    """One image with its map, and the scale of its colors."""
     size = picture.shape[:2]
     resized = F.interpolate(torch.from_numpy(heat)[None, None].float(), size, mode="bilinear")[0, 0].numpy()
     low, high = limits(heat, clip=0.5)
@@ -73,42 +71,6 @@ def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
     ax.imshow(scaled * (high - low) + low, cmap=style.colormap(cmap), norm=norm, alpha=alpha * scaled**0.75)
     style.quiet(ax)
     return matplotlib.cm.ScalarMappable(norm, style.colormap(cmap))
-
-
-def images(image: Any) -> list[Array]:
-    """Images as height × width × 3 in [0, 1], whatever they were."""
-    array: Array = image.detach().cpu().float().numpy() if isinstance(image, Tensor) else np.asarray(image)
-    byte = array.dtype == np.uint8 or (isinstance(image, Tensor) and image.dtype == torch.uint8)
-    array = array.astype(np.float64) / (255 if byte else 1)
-    if array.ndim == 5:  # a volume: its middle slice
-        array = array[:, :, array.shape[2] // 2]
-    if array.ndim == 2:
-        array = array[None]
-    if array.ndim == 3:
-        array = array[None]
-    if array.ndim != 4 or not {array.shape[1], array.shape[-1]} & {1, 3, 4}:
-        raise ValueError(
-            f"image: expected height × width, with 1, 3 or 4 channels first or last, or a batch of these; found shape "
-            f"{tuple(np.shape(image))}."
-        )
-    if array.shape[-1] not in (1, 3, 4):
-        array = np.moveaxis(array, 1, -1)
-    array = array[..., :3] if array.shape[-1] >= 3 else np.repeat(array, 3, -1)
-    return [_unit(one) for one in array]
-
-
-def _unit(image: Array) -> Array:
-    """An image in [0, 1], by the likeliest of the usual scales; stretched where none of them is likely."""
-    candidates = [image]
-    if image.min() < 0:
-        candidates += [(image + 1) / 2, image * _STD + _MEAN]
-    elif image.max() > _BYTES:
-        candidates += [image / 255]
-    for candidate in candidates:
-        if candidate.min() >= -_NEAR and candidate.max() <= 1 + _NEAR:
-            return np.clip(candidate, 0, 1)
-    low, high = limits(image, clip=0.1)
-    return np.nan_to_num(np.clip((image - low) / (high - low), 0, 1))
 
 
 def _heats(heat: Any) -> list[Array]:

@@ -1,4 +1,4 @@
-"""How pictures look: sizes, colours, type, colour bars, labels. Set on the artists themselves, never in rcParams."""
+"""How pictures look: sizes, colors, type, color bars, labels. Set on the artists themselves, never in rcParams."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def panels(
 ) -> tuple[Figure, list[Axes]]:
     """A figure and ``count`` equal axes in a grid, set into ``ax`` if given; ``shape`` is their width by height.
 
-    There is room for a heading, for a title above each panel and for a colour bar, where they are asked for.
+    There is room for a heading, for a title above each panel and for a color bar, where they are asked for.
     """
     columns = min(count, columns or columns_for(count))
     rows = math.ceil(count / columns)
@@ -91,7 +91,7 @@ def columns_for(count: int) -> int:
 
 
 def colormap(name: str) -> Any:
-    """A colormap that shows NaN in a colour of its own."""
+    """A colormap that shows NaN in a color of its own."""
     return require("matplotlib", "viz").colormaps[name].with_extremes(bad=BAD)
 
 
@@ -126,7 +126,7 @@ def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
 
 
 def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | None = None) -> None:
-    """A thin colour bar beside an axes, or beside all panels."""
+    """A thin color bar beside an axes, or beside all panels."""
     rows = 1 if over is None else len({round(a.get_position().y0, 3) for a in over})
     bar = ax.figure.colorbar(mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows)
     bar.outline.set_visible(False)

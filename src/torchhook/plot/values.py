@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.elements import dense, readable
+from torchhook._values.finite import finite
+from torchhook._values.histograms import inner_range, with_room
+from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch
 from torchhook.errors import MissingRecordError
 
 Source: TypeAlias = "Recording | Tensor | NDArray[Any] | Mapping[str, Any]"
 Array: TypeAlias = NDArray[Any]
-
-_PREFIXES = (0, 1, 2, 5)  # none, class token, distillation token too, class token and four registers
-_LEAST_SIDE = 7
-_MANY_CHANNELS = 4  # times the side of a map
 
 
 class Value(NamedTuple):
@@ -54,12 +53,12 @@ def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Val
     return found
 
 
-def one(source: Source, site: str | None = None) -> Value:
+def one(source: Source, sites: str | None = None) -> Value:
     """The one value that is meant."""
-    found = values(source, site)
+    found = values(source, sites)
     if len(found) > 1:
         listed = ", ".join(repr(v.name) for v in found[:6]) + (", …" if len(found) > 6 else "")
-        raise ValueError(f"which one? There are {len(found)} values: {listed}. Name it with site=.")
+        raise ValueError(f"which one? There are {len(found)} values: {listed}. Name it with sites=.")
     return found[0]
 
 
@@ -76,17 +75,9 @@ def first(value: Any) -> Tensor | None:
         value = torch.from_numpy(np.ascontiguousarray(value))
     found = list(tree.tensors(value))
     chosen = next((t for t in found if t.is_floating_point() or t.is_complex()), next(iter(found), None))
-    if chosen is None or chosen.device.type == "meta":
+    if chosen is None or not readable(chosen):
         return None
-    chosen = chosen.detach()
-    if chosen.is_nested:
-        chosen = torch.nested.to_padded_tensor(chosen, math.nan)
-    if chosen.is_quantized:
-        chosen = chosen.dequantize()
-    if chosen.layout != torch.strided:
-        chosen = chosen.to_dense()
-    if chosen.is_complex():
-        chosen = chosen.abs()
+    chosen = dense(chosen)
     return chosen.to("cpu", torch.float64 if chosen.dtype == torch.float64 else torch.float32)
 
 
@@ -103,65 +94,36 @@ class Maps(NamedTuple):
 
 def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequence[int] | None = None) -> Maps:
     """A value as maps of one sample: channels first or last, tokens on a grid, volumes by their middle slice."""
+    kind = known_kind(layout)
+    batch, sample = _batch(value, sample, kind)
+    if batch.dim() <= 2:
+        return Maps(batch[sample].reshape(1, 1, -1).numpy(), f"{batch[sample].numel()} values", flat=True)
+    if value.tensor.dim() == 2 and kind != "tokens" and grid is None:
+        return Maps(batch.numpy())
+    found = guess(batch.shape, kind, grid)
+    if len(found.grid) == 1:  # text, or a sequence: rows and columns
+        what = "channels × places" if kind == "channels_first" else "tokens × channels"
+        return Maps(batch[sample][None].numpy(), what, flat=True)
+    assumed = "channels last" if kind is None and found.kind == "channels_last" else ""
+    return Maps(found.picture(batch, sample).numpy(), _left_out(found), assumed=assumed)
+
+
+def _batch(value: Value, sample: int, kind: str | None) -> tuple[Tensor, int]:
+    """The value with the samples on dim 0, and which of them is meant."""
     tensor = value.tensor
-    kinds = ("channels_first", "channels_last", "tokens")
-    if layout is not None and layout not in kinds:
-        raise ValueError(f"layout={layout!r}: use {', '.join(map(repr, kinds))}.")
-    if _is_batch(value, layout):
-        tensor = _sample(tensor, sample)
-    if tensor.dim() <= 1:
-        return Maps(tensor.reshape(1, 1, -1).numpy(), f"{tensor.numel()} values", flat=True)
-    if tensor.dim() == 2:
-        return _plane(tensor, value.recorded or value.tensor.dim() == 3, grid, layout)
-    note, assumed = "", "channels last" if layout is None and looks_channels_last(tensor.shape) else ""
-    if layout == "channels_last" or assumed:
-        tensor = tensor.movedim(-1, 0)
-    while tensor.dim() > 3:
-        note = f"slice {tensor.shape[1] // 2} of {tensor.shape[1]}"
-        tensor = tensor[:, tensor.shape[1] // 2]
-    return Maps(tensor.numpy(), note, assumed=assumed)
-
-
-def _sample(tensor: Tensor, sample: int) -> Tensor:
+    if not (tensor.dim() >= 2 if value.recorded else looks_like_batch(tensor.shape, kind)):
+        return tensor[None], 0
     if not -tensor.shape[0] <= sample < tensor.shape[0]:
         raise IndexError(f"sample={sample}: there are {tensor.shape[0]}.")
-    return tensor[sample]
+    return tensor, sample
 
 
-def _plane(tensor: Tensor, tokens: bool, grid: Sequence[int] | None, layout: str | None) -> Maps:
-    """Tokens × channels on their grid; text, a sequence or a plain matrix stays a picture of rows and columns."""
-    if tokens or layout == "tokens" or grid is not None:
-        found = tuple(grid) if grid is not None else token_grid(tensor.shape[0])
-        if found is not None:
-            prefix = tensor.shape[0] - math.prod(found)
-            if prefix < 0:
-                raise ValueError(f"grid={found}: it needs {math.prod(found)} tokens, and there are {tensor.shape[0]}.")
-            after = f"{prefix} prefix token{'s' * (prefix != 1)} left out" if prefix else ""
-            return Maps(tensor[prefix:].T.reshape(-1, *found).numpy(), after)
-        return Maps(tensor[None].numpy(), "tokens × channels", flat=True)
-    return Maps(tensor[None].numpy())
-
-
-def token_grid(tokens: int) -> tuple[int, int] | None:
-    """The square grid of an image's tokens: 7 × 7 or more, after none or a few prefix tokens.
-
-    >>> token_grid(197), token_grid(12)
-    ((14, 14), None)
-    """
-    for prefix in _PREFIXES:
-        side = math.isqrt(max(tokens - prefix, 0))
-        if side >= _LEAST_SIDE and side * side == tokens - prefix:
-            return side, side
-    return None
-
-
-def _is_batch(value: Value, layout: str | None) -> bool:
-    """Whether dim 0 is the examples: a bare matrix is one map, a bare channels × height × width too."""
-    shape = value.tensor.shape
-    if value.recorded or len(shape) != 3:
-        return len(shape) >= (2 if value.recorded else 4)
-    tokens = layout is None and shape[1] != shape[2] and token_grid(shape[1]) is not None
-    return shape[0] == 1 or layout == "tokens" or tokens
+def _left_out(layout: Layout) -> str:
+    if layout.prefix:
+        return f"{layout.prefix} prefix token{'s' * (layout.prefix != 1)} left out"
+    if len(layout.grid) > 2:
+        return f"slice {layout.grid[-3] // 2} of {layout.grid[-3]}"
+    return ""
 
 
 # -- numbers ----------------------------------------------------------------------------------------
@@ -184,48 +146,29 @@ def chosen(wanted: Iterable[Any], count: int, what: str) -> list[int]:
     return [n % count for n in whole]
 
 
-def doubles(tensor: Tensor) -> Array:
-    """All values in a row, in double precision: the sums and squares of large ones do not fit into less."""
-    array: Array = tensor.double().numpy().ravel()
-    return array
+def limits(array: Array, clip: float = 1.0, center: bool = False) -> tuple[float, float]:
+    """The range of colors: the finite values without ``clip`` percent at either end, never empty.
 
-
-def limits(array: Array, clip: float = 1.0, centre: bool = False) -> tuple[float, float]:
-    """The range of colours: the finite values without ``clip`` percent at either end, never empty.
-
-    ``centre`` makes it symmetric about zero.
+    ``center`` makes it symmetric about zero.
     """
-    finite = array[np.isfinite(array)].astype(np.float64)
-    if not finite.size:
+    good = array[np.isfinite(array)].astype(np.float64)
+    if not good.size:
         return 0.0, 1.0
-    low, high = (float(v) for v in np.percentile(finite, [clip, 100 - clip]))
+    low, high = inner_range(good, clip)
     if low == high:
-        low, high = float(finite.min()), float(finite.max())
-    if centre:
+        low, high = float(good.min()), float(good.max())
+    if center:
         low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
-    if low == high:
-        room = max(0.5, abs(low) * 1e-3)
-        return low - room, high + room
-    return low, high
+    return with_room(low, high)
 
 
 def flaws(array: Array) -> str:
     """What a picture does not show by itself: NaN, infinities, a constant."""
-    bad = int((~np.isfinite(array)).sum())
+    part = finite(torch.from_numpy(np.array(array)))
     said = []
-    if bad:
-        kind = "NaN" if np.isnan(array).sum() == bad else "Inf" if not np.isnan(array).any() else "NaN and Inf"
-        said.append(f"{bad / array.size:.0%} {kind}" if bad * 100 >= array.size else f"{bad} {kind}")
-    finite = array[np.isfinite(array)]
-    if finite.size > 1 and finite.min() == finite.max():
-        said.append(f"constant {float(finite.flat[0]):.3g}")
+    if part.bad:
+        kind = "NaN" if part.nans == part.bad else "Inf" if not part.nans else "NaN and Inf"
+        said.append(f"{part.bad / array.size:.0%} {kind}" if part.bad * 100 >= array.size else f"{part.bad} {kind}")
+    if part.values.numel() > 1 and bool((part.values == part.values[0]).all()):
+        said.append(f"constant {float(part.values[0]):.3g}")
     return ", ".join(said)
-
-
-def looks_channels_last(shape: Sequence[int]) -> bool:
-    """Whether the shape of one example speaks for channels last by itself: a square, and far more channels than sides.
-
-    >>> looks_channels_last((7, 7, 96)), looks_channels_last((64, 64, 128))
-    (True, False)
-    """
-    return len(shape) >= 3 and shape[-3] == shape[-2] and shape[-1] >= _MANY_CHANNELS * max(shape[:-1])

@@ -1,0 +1,78 @@
+"""The life of a tool: inert until ``with`` or ``open``, closed for good by the end of the block or ``close``."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from torchhook.errors import SessionError, never_opened
+
+Self = TypeVar("Self", bound="Openable")
+
+
+class Openable:
+    """Opens once and closes once. A subclass says what happens then, in ``_start`` and ``_stop``."""
+
+    _kind = "tool"
+    """What it is called in errors and warnings."""
+    _life: Literal["unmade", "made", "open", "closed"] = "unmade"
+
+    def _made(self) -> None:
+        """To be called when nothing can fail any more: who could not be made has not been forgotten either."""
+        self._life = "made"
+
+    def open(self: Self) -> Self:
+        """Begin, until ``close``."""
+        if self._life != "made":
+            now = "is open already" if self._life == "open" else "was closed"
+            raise SessionError(f"a {self._kind} opens once, and this one {now}. Make a new one: they are cheap.")
+        # Until it has started: after an opening that failed, there is nothing to close and nothing to open again.
+        self._life = "closed"
+        self._start()
+        self._life = "open"
+        return self
+
+    def close(self) -> None:
+        """End, and take every hook away. Closing twice does nothing."""
+        self._close(None)
+
+    remove = close
+    """As PyTorch's own hook handles call it."""
+
+    def __enter__(self: Self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        # Not so if it was never opened: who closes such a thing believes that it worked, and is to be told.
+        if self._life == "open":
+            self._life = "closed"
+            self._stop(error)
+
+    def _needs_opening(self, what: str) -> None:
+        """Refuse what makes no sense before ``open``."""
+        if self._life == "made":
+            raise SessionError(
+                f"{what}: this {self._kind} is not open yet, so there is nothing to say. Use it in a with block, "
+                "or call open() first and close() at the end."
+            )
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _stop(self, error: BaseException | None) -> None:
+        """``error`` is the one that ended the block."""
+        raise NotImplementedError
+
+    # On the class, because the names of a module may be gone while the interpreter shuts down; and what is dropped by
+    # that is not forgotten.
+    _is_shutting_down = staticmethod(sys.is_finalizing)
+
+    def __del__(self) -> None:
+        if self._life == "made" and not self._is_shutting_down():
+            never_opened(f"a {self._kind}")

@@ -1,0 +1,122 @@
+"""A tensor's elements as plain real numbers, and whether they can be read at all."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+from torch import Tensor
+
+from torchhook import _torch
+
+UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
+"""What fake tensors raise, and layouts and subclasses that lack an operation."""
+
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+# Bits without a meaning, and numbers that share a byte: torch turns them into nothing else.
+_PACKED = frozenset(dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"bits\w+|float4\w+|u?int[1-7]", name))
+# Numbers that torch stores and does not compute with.
+_FLOAT8 = frozenset(dtype for name, dtype in _DTYPES.items() if name.startswith("float8"))
+# Numbers that single precision has no room for.
+_WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as users write it.
+
+    >>> dtype_name(torch.float16)
+    'float16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether a tensor has all of its elements here, and torch can turn them into numbers."""
+    return (
+        tensor.device.type != "meta"
+        and tensor.dtype not in _PACKED
+        and (type(tensor) in _PLAIN or not hasattr(tensor, "placements"))  # a DTensor holds a part of its values
+    )
+
+
+def measurable(tensor: Tensor) -> bool:
+    """Whether statistics can be taken of a tensor: it has elements, and they lie in one piece of memory.
+
+    >>> measurable(torch.ones(3)), measurable(torch.empty(0)), measurable(torch.eye(3).to_sparse())
+    (True, False, False)
+    """
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0 and readable(tensor)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same elements as floating-point numbers that torch computes with: complex ones by their size.
+
+    >>> real(torch.tensor([3 + 4j])), real(torch.tensor([True]))
+    (tensor([5.]), tensor([1.]))
+    """
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.is_complex():
+        return tensor.abs()
+    return tensor if tensor.is_floating_point() and tensor.dtype not in _FLOAT8 else tensor.float()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A tensor without gaps, of real numbers; the rows of a nested one are filled up with NaN.
+
+    >>> dense(torch.eye(2).to_sparse())
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.nested.to_padded_tensor(tensor, math.nan)
+    return real(tensor if tensor.layout == torch.strided else tensor.to_dense())
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """All elements in one dim, as real numbers in single or double precision, without a graph.
+
+    >>> flatten(torch.tensor([[1, 2], [3, 4]]))
+    tensor([1., 2., 3., 4.], dtype=torch.float64)
+    """
+    flat = in_one_dim(tensor.detach())
+    if flat.dtype == torch.float32:
+        return flat
+    if flat.is_quantized or flat.is_complex():
+        flat = real(flat)
+    return flat.double() if flat.dtype in _WIDE and flat.device.type != "mps" else flat.float()
+
+
+def in_one_dim(tensor: Tensor) -> Tensor:
+    """All elements in one dim, in the order that costs least."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.permute(0, 2, 3, 1).view(-1)
+    return tensor.reshape(-1)
+
+
+def floats(tensor: Tensor) -> Tensor | None:
+    """What of a tensor may be a NaN or Inf, as a plain tensor without a graph: of a sparse one, the values it holds.
+
+    ``None`` for integers, and where nothing can be read.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or _torch.in_transform():
+        return None
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_nested:
+        try:
+            tensor = _torch.sparse_parts(tensor)[1] if tensor.layout == torch.sparse_coo else tensor.values()
+        except UNREADABLE:
+            tensor = tensor.to_dense()
+    if tensor.dtype in _PACKED:
+        return None
+    return tensor.float() if tensor.dtype in _FLOAT8 else tensor
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The most exact dtype that a device computes with."""
+    return torch.float32 if device.type == "mps" else torch.float64
