@@ -28,6 +28,9 @@ def after_call(
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Call ``function`` with the tensor's gradient when it is computed; what it returns takes its place."""
+    # After a write through another view, asking for the step of a view makes it anew and drops the hooks that were
+    # there: asked for in the middle of registering one, that ends the process.
+    _ = tensor.grad_fn
     return cast(RemovableHandle, tensor.register_hook(function))
 
 
