@@ -290,3 +290,14 @@ def test_rollout_multiplies_the_layers_with_their_residual_connection() -> None:
     assert not torch.equal(th.rollout(maps, discard=0.5), th.rollout(maps))
     with pytest.raises(ValueError, match="from 0"):
         th.rollout(maps, discard=1.0)
+
+
+def test_maps_with_the_queries_before_the_heads_are_turned() -> None:
+    class Windowed(nn.Module):
+        num_heads = 2
+
+        def forward(self, scores: Tensor) -> Tensor:  # as Longformer has them
+            return scores.softmax(-1)
+
+    scores = torch.randn(1, 5, 2, 3)
+    assert torch.equal(th.attention(Windowed(), scores)["(model)"], scores.softmax(-1).transpose(1, 2))

@@ -158,7 +158,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def softmax(value: Any, call: int) -> None:
         if isinstance(value, Tensor) and _is_map(value, module):
-            taken(_with_heads(value))
+            taken(_with_heads(_heads_first(value, module)))
 
     return {
         "scaled_dot_product_attention": _without_grad(fused),
@@ -255,6 +255,14 @@ def _with_heads(weights: Tensor) -> Tensor:
     if weights.dim() == 2:
         weights = weights[None]
     return weights[:, None] if weights.dim() == 3 else weights
+
+
+def _heads_first(weights: Tensor, module: nn.Module) -> Tensor:
+    """A map whose heads come before its queries: those of Longformer are batch × queries × heads × keys."""
+    names = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+    heads = next((count for name in names if isinstance(count := getattr(module, name, None), int)), None)
+    swapped = weights.dim() == 4 and weights.shape[2] == heads != weights.shape[1]
+    return weights.transpose(1, 2) if swapped else weights
 
 
 def _batched(weights: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.oracle import in_threads, warned
 from torchhook._core.select import resolve
-from torchhook.errors import NeverRanError, NeverRanWarning
+from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError
 
 
 class Branches(nn.Module):
@@ -328,3 +328,48 @@ def test_a_site_that_runs_later_is_not_missing_yet() -> None:
             rec["called"]
         model(X)
         assert "called" in rec
+
+
+# -- replaced while the session is open -----------------------------------------------------------------------------
+
+
+def test_a_module_that_is_replaced_after_a_call_is_reported() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    with pytest.warns(NeverRanWarning, match=r"replaced while.*\n  '0': '0' is another Identity now"):
+        with th.capture(model, "0", "1.1") as rec:
+            model(torch.ones(1, 2))
+            model[0] = nn.Identity()
+            model(torch.ones(1, 2))
+    assert len(rec.all("0")) == 1
+    assert list(rec.replaced) == ["0"]
+    assert "replaced: 0" in str(rec)
+
+
+def test_what_a_replaced_module_held_is_reported_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    with pytest.warns(NeverRanWarning, match="'1' is another Sequential now"), th.capture(model, "1.1") as rec:
+        model(torch.ones(1, 2))
+        model[1] = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+        model(torch.ones(1, 2))
+    assert len(rec.all("1.1")) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_that_is_replaced_is_the_cause_that_is_given(first: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    with pytest.warns(NeverRanWarning, match=r"'0\.weight' is another tensor now"):
+        with th.capture(model, "0.weight:grad") as rec:
+            if first:
+                model(x).sum().backward()
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+            model(x).sum().backward()
+    assert len(rec.replaced) == 1
+    assert ("0.weight:grad" in rec.missing) is not first
+
+
+def test_a_model_without_layers_says_what_it_is_called() -> None:
+    with pytest.raises(SelectorError, match=r"holds no layers.*'\(model\)'"):
+        th.capture(nn.Linear(2, 2), "**")
+    with th.capture(model := nn.Linear(2, 2), "(model)") as rec:
+        output = model(torch.ones(1, 2))
+    assert torch.equal(rec["(model)"], output)

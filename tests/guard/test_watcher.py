@@ -130,3 +130,23 @@ def test_random_numbers_and_results_stay_the_same() -> None:
         found.sum().backward()
     assert torch.equal(expected, found)
     assert_same(snapshot(twin), snapshot(model), "the model")
+
+
+def test_a_custom_function_that_a_module_returns_is_blamed_for_its_own_backward() -> None:
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * float("nan")
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Spoils.apply(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), Layer(), nn.Linear(3, 2))
+    with guard(model, action="record") as g:
+        model(torch.ones(1, 3)).sum().backward()
+    assert [finding.site for finding in g.findings] == ["1/Spoils:grad_input"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
@@ -62,6 +62,25 @@ def cause(
         f"the model ran without calling it{where}: a branch that was not taken, "
         "or code that uses its weights or its .forward directly."
     )
+
+
+def replacement(target: Target, index: Index, followed: Tensor | None) -> str:
+    """What took the place of a target since the session opened; nothing, if it is still there.
+
+    ``followed`` is the parameter whose gradients were waited for.
+    """
+    if target.tensor is not None:
+        now = getattr(target.module, target.tensor, None)
+        if followed is not None and now is not followed:
+            return f"{target.site.path!r} is another tensor now"
+    path = target.site.path if target.tensor is None else target.site.path.rpartition(".")[0]
+    while path:
+        above, _, name = path.rpartition(".")
+        parent = index.modules.get(above)
+        if parent is not None and name in parent._modules and parent._modules[name] is not index.modules[path]:
+            return f"{path!r} is another {type(parent._modules[name]).__name__} now"
+        path = above
+    return ""
 
 
 def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:

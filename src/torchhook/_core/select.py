@@ -135,8 +135,10 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     matches = glob_pattern(site.path).fullmatch
     # The model itself is no component of a path: a glob never means it.
     paths = [path for path in index.modules if path and matches(path + ".")]
-    # "**.weight" means parameters too; "layer1.*" means modules, unless there are none.
-    tensors = not paths or not _is_glob(_last(site.path))
+    # "**.weight" means parameters too; "layer1.*" means modules, unless there are none. "**" alone never means
+    # parameters: whoever writes it wants what flows, and of a model without layers that is its own output.
+    everything = set(site.path.split(".")) <= {"*", "**"}
+    tensors = (not paths and not everything) or not _is_glob(_last(site.path))
     names = [name for name in index.tensors if matches(name + ".")] if tensors else []
     if not paths and not names:
         raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
@@ -175,6 +177,8 @@ def _name_hint(index: Index, path: str) -> str:
 
 
 def _glob_hint(index: Index, pattern: str) -> str:
+    if len(index.modules) == 1:
+        return "The model holds no layers: its own output is '(model)'."
     deeper = [p for p in index.modules if p and glob_pattern(f"**.{pattern}").fullmatch(p + ".")]
     if deeper:
         return (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook import edits
 from torchhook._core import functional, hooks, never_ran
@@ -22,7 +22,7 @@ from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
-from torchhook._recording.address import MODEL, Site
+from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
@@ -50,6 +50,7 @@ class Session:
         self._given_as = ""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
+        self._followed: dict[Site, Tensor] = {}
         self._stops = False
         self._depths: dict[int, int] = {}
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
@@ -202,7 +203,8 @@ class Session:
             for module, tap in taps:
                 attachment.attach(tap, module)
             for target, grad_tap in taps.parameters:
-                attachment.follow(live_tensor(target), grad_tap.arrived_at_parameter)
+                parameter = self._followed[target.site] = live_tensor(target)
+                attachment.follow(parameter, grad_tap.arrived_at_parameter)
             self._depths = functional.depths()
             if self._own_threads_only:
                 self.scope.enter()
@@ -246,7 +248,10 @@ class Session:
         self._removal.detach()
         self.recording.finish()
         self._report(error)
-        missing = self.recording.missing
+        missing, replaced = self.recording.missing, self.recording.replaced
+        if error is None and self._warn and (only := [a for a in replaced if a not in missing]):
+            lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
+            warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
         if missing and error is None and self._warn:
             lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
@@ -262,10 +267,16 @@ class Session:
                 self.recording.elsewhere[address] = tap.elsewhere
             if passing.recomputed:
                 self.recording.recomputed[address] = passing.recomputed
+            replaced = never_ran.replacement(target, self.index, self._followed.get(site))
+            if replaced:
+                # Its hooks are on what was there when the session opened; the new one has none.
+                self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
             if site in self._seen if site.call is not None else tap.ran:
                 continue
             if isinstance(error, Stop):
                 why = "another session's stop=True ended the block."
+            elif replaced:
+                why = f"{replaced}, since the session opened. Replace it first, then open the session."
             elif error is not None:
                 why = f"the block ended early with {type(error).__name__}."
             else:

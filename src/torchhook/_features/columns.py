@@ -186,8 +186,9 @@ def numbers(key: Any, rows: int, name: str) -> list[int]:
         return []
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TypeError(f"{name!r}: rows are chosen by number, slice, list or mask, found {found.dtype} {found.shape}.")
-    if found.min() < -rows or found.max() >= rows:
-        raise IndexError(f"{name!r}: row {found.max()} of {rows}.")
+    beyond = found[(found < -rows) | (found >= rows)]
+    if beyond.size:
+        raise IndexError(f"{name!r}: row {beyond[0]} of {rows}.")
     chosen: list[int] = np.where(found < 0, found + rows, found).tolist()
     return chosen
 

@@ -97,7 +97,10 @@ class Watcher(Listener):
             # Apart: a mask beside the features must not make the features look like a mask, nor the other way round.
             for learned in (True, False):
                 self._check_unseen(location, inputs, [(name, t) for name, t in unseen if t.requires_grad is learned])
-            self._backward.follow([tensor for _, tensor in unseen], location)
+        # All of them: what a custom autograd function returns is the very tensor that an operation inside it made, but
+        # the step back is the function's own. Steps that were claimed by operations are left to them.
+        if not self._is_excluded(None, module):
+            self._backward.follow([tensor for _, tensor in outputs], location)
         if self.depth == 0:
             # The caller of the model must not get a bad value before it is known to be one.
             self._pending.flush()

@@ -105,6 +105,8 @@ class Recording:
         """Sites that ran in other threads or tasks too, with the number of calls that were not recorded."""
         self.recomputed: dict[str, int] = {}
         """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
+        self.replaced: dict[str, str] = {}
+        """Sites whose module or parameter was replaced while the session was open: what came later was not seen."""
         self.order = count()
         self._stores: dict[Site, MemoryStore] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
@@ -311,6 +313,7 @@ class Recording:
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
         notes = [f"not recorded, in other threads: {shown(s)} ({_times(n)})" for s, n in self.elsewhere.items()]
         notes += [f"recomputed in the backward pass: {shown(s)} ({_times(n)})" for s, n in self.recomputed.items()]
+        notes += [f"replaced: {shown(address)} ({what})" for address, what in self.replaced.items()]
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
