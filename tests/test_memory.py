@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,7 +133,7 @@ def managed(model: nn.Module, x: Tensor) -> Any:
 
 
 def extracted(model: nn.Module, x: Tensor, folder: Path) -> Any:
-    return th.extract(model, x, "bn", folder / str(id(model)), progress=False)
+    return th.extract(model, x, "bn", Path(tempfile.mkdtemp(dir=folder)) / "store", progress=False)
 
 
 TOOLS: dict[str, Callable[..., Any]] = {

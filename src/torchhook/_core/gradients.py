@@ -34,6 +34,10 @@ from torchhook._values import tree
 _DEEP = 1000
 
 
+Take = Callable[[Tensor, TensorHook], Tensor]
+"""Has a hook told of a tensor's gradient, and returns the tensor to go on with."""
+
+
 class Aliases:
     """The aliases of a session that are in use: they are settled when the model has run, and at the latest when the
     session closes."""
@@ -83,8 +87,11 @@ class GradTap(Tap):
         """Take the gradient of a parameter: each is a call of its own."""
         return self._arrived(grad, next(self.calls))
 
-    def wait_for(self, value: Any, call: int, again: bool, take: Callable[[Tensor, TensorHook], Tensor]) -> Any:
+    def wait_for(self, value: Any, call: int, again: bool, take: Take, apart: Take | None = None) -> Any:
         """Have ``take`` listen to every tensor of a passing value, and return the value to go on with.
+
+        A tensor that is found at several addresses is taken by ``apart`` at each of them, where there is such a way:
+        what becomes of one is not what becomes of the other.
 
         Where the first run built a graph, backward goes through that one; a reentrant checkpoint runs first without
         gradients, and its recomputation is what counts, tensor by tensor.
@@ -101,10 +108,10 @@ class GradTap(Tap):
         without = {address for address, leaf in leaves if not _differentiable(leaf)}
         if without or not leaves:
             self._without_grad[call] = without
-        return self._wait_for_several(value, call, found, take)
+        return self._wait_for_several(value, call, found, take, apart)
 
     def _wait_for_several(
-        self, value: Any, call: int, found: list[tuple[str, Tensor]], take: Callable[[Tensor, TensorHook], Tensor]
+        self, value: Any, call: int, found: list[tuple[str, Tensor]], take: Take, apart: Take | None
     ) -> Any:
         if not found:
             return value
@@ -114,10 +121,13 @@ class GradTap(Tap):
         for address, leaf in found:
             alike.setdefault(id(leaf), (leaf, []))[1].append(address)
         for leaf, addresses in alike.values():
-            new = take(leaf, self._leaf_hook(empty, addresses, call))
-            if new is not leaf:
-                for address in addresses:
-                    value = _replaced(value, address, new)
+            one_by_one = apart is not None and len(addresses) > 1 and _can_alias(leaf)
+            for group in [[address] for address in addresses] if one_by_one else [addresses]:
+                way = apart if apart is not None and one_by_one else take
+                new = way(leaf, self._leaf_hook(empty, group, call))
+                if new is not leaf:
+                    for address in group:
+                        value = _replaced(value, address, new)
         return value
 
     # -- arrivals -----------------------------------------------------------------------------------
@@ -184,7 +194,7 @@ class OutputGradient:
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
         input_tap.looks.append(self._entering)
-        output_tap.aliases.append(self._leaving)
+        output_tap.aliases = [*output_tap.aliases, self._leaving]
 
     def _entering(self, inputs: Any, call: int) -> None:
         """The versions of the inputs tell afterwards what the module wrote to."""
@@ -204,7 +214,7 @@ class OutputGradient:
                 return leaf
             return self._alias(leaf, hook)
 
-        return self._tap.wait_for(value, call, again, take)
+        return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
     def _alias(self, leaf: Tensor, hook: TensorHook) -> Tensor:
         alias = Alias(leaf, hook, self._handles)
@@ -220,7 +230,7 @@ class TotalGradient:
         self._tap, self._handles = tap, handles
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
-        output_tap.aliases.insert(0, self._leaving)  # the tensor itself, and not an alias of it
+        output_tap.aliases = [self._leaving, *output_tap.aliases]  # the tensor itself, and not an alias of it
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
@@ -239,7 +249,7 @@ class InputGradient:
         self._running: deque[list[Alias]] = deque(maxlen=_DEEP)
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
-        input_tap.aliases.append(self._entering)
+        input_tap.aliases = [*input_tap.aliases, self._entering]
         output_tap.looks.append(self._leaving)
 
     def _entering(self, value: Any, call: int, source: Any, again: bool) -> Any:

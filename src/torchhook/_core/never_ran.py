@@ -13,6 +13,7 @@ from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import Tap
+from torchhook._recording.address import Site
 from torchhook.errors import suggestion
 
 
@@ -64,23 +65,39 @@ def cause(
     )
 
 
-def replacement(target: Target, index: Index, followed: Tensor | None) -> str:
-    """What took the place of a target since the session opened; nothing, if it is still there.
+class Replacements:
+    """What took the place of modules and parameters since the session opened."""
 
-    ``followed`` is the parameter whose gradients were waited for.
-    """
-    if target.tensor is not None:
-        now = getattr(target.module, target.tensor, None)
-        if followed is not None and now is not followed:
+    def __init__(self, index: Index) -> None:
+        self._modules = index.modules
+        self._known = {"": ""}
+
+    def of(self, target: Target, followed: Mapping[Site, Tensor]) -> str:
+        """What is where a target was; nothing, if it is still there.
+
+        ``followed`` are the parameters whose gradients were waited for.
+        """
+        if target.tensor is None:
+            path = target.site.path
+            return self._known[path] if path in self._known else self._at(path)
+        known = followed.get(target.site)
+        if known is not None and getattr(target.module, target.tensor, None) is not known:
             return f"{target.site.path!r} is another tensor now"
-    path = target.site.path if target.tensor is None else target.site.path.rpartition(".")[0]
-    while path:
-        above, _, name = path.rpartition(".")
-        parent = index.modules.get(above)
-        if parent is not None and name in parent._modules and parent._modules[name] is not index.modules[path]:
-            return f"{path!r} is another {type(parent._modules[name]).__name__} now"
-        path = above
-    return ""
+        return self._at(target.site.path.rpartition(".")[0])
+
+    def _at(self, path: str) -> str:
+        found = self._known.get(path)
+        if found is None:
+            above, _, name = path.rpartition(".")
+            parent = self._modules.get(above)
+            # What a wrapper holds has no name of its own in it: it is not looked for.
+            # Not by get: the children of TorchScript have none.
+            held = parent is not None and name in parent._modules
+            now = parent._modules[name] if parent is not None and held else None
+            same = now is None or now is self._modules.get(path)
+            found = self._at(above) if same else f"{path!r} is another {type(now).__name__} now"
+            self._known[path] = found
+        return found
 
 
 def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:

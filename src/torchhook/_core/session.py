@@ -260,14 +260,14 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        by_module = self._taps.by_module()
+        by_module, replacements = self._taps.by_module(), never_ran.Replacements(self.index)
         for site, (target, tap) in self._taps.targets.items():
-            address, passing = str(site), self._taps.passing(site)
+            passing = self._taps.passing(site, tap)
+            address, replaced = str(site), replacements.of(target, self._followed)
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
             if passing.recomputed:
                 self.recording.recomputed[address] = passing.recomputed
-            replaced = never_ran.replacement(target, self.index, self._followed.get(site))
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"

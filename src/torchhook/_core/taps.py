@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -59,7 +59,7 @@ listening: set[Any] = set()
 class Tap:
     """What passes one site: counted, edited, looked at."""
 
-    __slots__ = ("aliases", "calls", "edits", "elsewhere", "label", "looks", "ran", "recomputed", "scope", "segments")
+    __slots__ = ("_segments", "aliases", "calls", "edits", "elsewhere", "label", "looks", "ran", "recomputed", "scope")
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
@@ -67,12 +67,19 @@ class Tap:
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
         self.edits: list[Edit] = []
         self.looks: list[Look] = []
-        self.aliases: list[Alias] = []
+        self.aliases: Sequence[Alias] = ()  # most have none, and a session makes many taps
         self.calls = count()
         self.ran = 0
         self.elsewhere = 0
         self.recomputed = 0
-        self.segments = Segments()
+        self._segments: Segments | None = None
+
+    @property
+    def segments(self) -> Segments:
+        """Which calls belong to which checkpointed segment."""
+        if self._segments is None:
+            self._segments = Segments()
+        return self._segments
 
     # A copied or unpickled model must not write into the recording of the original, and must load
     # where torchhook is not installed: the copy of a tap is a do-nothing from the standard library.

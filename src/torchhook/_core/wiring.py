@@ -48,10 +48,10 @@ class Taps:
         """A tap of each module that has one, by the module's id."""
         return {module_id: tap for (module_id, _), (_, tap) in self._by_module.items()}
 
-    def passing(self, site: Site) -> Tap:
-        """The tap that the value itself passes in the forward pass, for a gradient too."""
-        found = self._gradients.get(site.every_call)
-        return self.targets[site][1] if found is None else found[1]
+    def passing(self, site: Site, tap: Tap) -> Tap:
+        """The tap that the value itself passes in the forward pass: that of the site, unless it is a gradient's."""
+        found = self._gradients.get(site.every_call) if self._gradients else None
+        return tap if found is None else found[1]
 
     # -- making -------------------------------------------------------------------------------------
 
@@ -73,7 +73,8 @@ class Taps:
     def complete(self) -> None:
         """Nothing more will be asked for."""
         if self._gradients:
-            self._module_tap(OutputTap, self._index.modules[""], "").aliases.append(self.aliases.settle_after)
+            root = self._module_tap(OutputTap, self._index.modules[""], "")
+            root.aliases = [*root.aliases, self.aliases.settle_after]
 
     def listen(self, listener: Listener | None = None) -> Listener:
         """See the functional operations inside the modules, with a listener of one's own or the session's."""

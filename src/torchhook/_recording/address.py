@@ -32,10 +32,18 @@ class Site(str):
     __slots__ = ("call", "op", "path", "port")
 
     def __new__(cls, path: str, op: str | None = None, call: int | None = None, port: str = "output") -> Site:
-        text = path if op is None else f"{path}/{op}"
-        text = text if call is None else f"{text}#{call}"
-        site = super().__new__(cls, text if port == "output" else f"{text}:{port}")
-        site.path, site.op, site.call, site.port = path, op, call, port
+        text = path
+        if op is not None:
+            text = f"{text}/{op}"
+        if call is not None:
+            text = f"{text}#{call}"
+        if port != "output":
+            text = f"{text}:{port}"
+        site = str.__new__(cls, text)
+        site.path = path
+        site.op = op
+        site.call = call
+        site.port = port
         return site
 
     def __eq__(self, other: object) -> bool:
