@@ -9,7 +9,7 @@ DEMO_READY := $(VENV)/ready-demo
 SAFELY = env $$($(BIN)/python tests/cpu_isa.py)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test quick check format bench docs clean
+.PHONY: demo test quick check format bench hunt docs clean
 
 demo: $(DEMO_READY) ## the main job on real weights and real photographs, offline
 	$(SAFELY) $(BIN)/python -m torchhook.demo
@@ -32,6 +32,9 @@ format: $(READY)
 
 bench: $(READY) ## speed, as ratios measured side by side
 	for name in capture watch sweep extract; do $(SAFELY) $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+hunt: $(READY) ## an interrupt at every line that any tool executes; takes an hour
+	$(BIN)/python -m tests.interrupts
 
 docs: $(READY) ## every example in the documentation runs
 	$(BIN)/python -m pytest tests/test_docs.py
