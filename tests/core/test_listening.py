@@ -303,3 +303,20 @@ def test_what_others_have_read_before_is_no_part_of_a_gradient_through_a_module(
     torch.testing.assert_close(rec["same:grad"], relu + 5 * ramp)
     torch.testing.assert_close(rec["same:grad_input"], relu + 5 * ramp)
     torch.testing.assert_close(rec["lin:grad"], relu + 6 * ramp)
+
+
+def test_a_view_that_was_written_to_through_another_can_be_listened_to() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            left, both = h[:, :2], h[:, :]
+            both.mul_(3)
+            return left
+
+    model = nn.Sequential(nn.Linear(4, 4), Halves(), nn.Identity())
+    x = torch.randn(2, 4)
+    with th.capture(model, "1:grad", "2:grad_input") as rec:
+        (model(x) * 5).sum().backward()
+    assert torch.equal(rec["1:grad"], torch.full((2, 2), 5.0))
+    assert torch.equal(rec["2:grad_input"], torch.full((2, 2), 5.0))
+    assert model[0].bias.grad.tolist() == [60.0, 60.0, 0.0, 0.0]
