@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.oracle import stance
 from torchhook import edits
 
 LIBRARY = str(Path(th.__file__).parent)
@@ -160,6 +161,7 @@ def state(model: nn.Module) -> list[Any]:
         hooks = len(tensor._backward_hooks or {}) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or {})
         found.append((name, tensor.requires_grad, hooks, tensor.device))
     found.append(torch._C._len_torch_function_stack())
+    found.append(stance())
     found.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.compiler.is_compiling()))
     from torchhook._core.scope import active
 

@@ -94,7 +94,7 @@ def test_holders_in_many_threads_are_counted() -> None:
             meet.wait(30)
 
     in_threads(*[work] * 4)
-    assert hooks.eager_stance._holders == 0
+    assert not hooks.eager_stance._holders
     assert stance() == "default"
 
 

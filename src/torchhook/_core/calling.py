@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook._core.hooks import surely
+from torchhook._core.hooks import Turn, surely
 from torchhook._core.index import walk
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
@@ -66,7 +65,7 @@ class _Mode:
 
 # By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
 _modes: dict[int, _Mode] = {}
-_modes_lock = threading.Lock()
+_modes_turn = Turn()
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """
     modules, asker = list(model.modules()), object()
     try:
-        with _modes_lock:
+        with _modes_turn:
             for module in modules:
                 _modes.setdefault(id(module), _Mode(module.training)).asked[asker] = training
                 module.training = training
@@ -87,7 +86,7 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def _leave_modes(modules: list[nn.Module], asker: object) -> None:
-    with _modes_lock:
+    with _modes_turn:
         for module in modules:
             mode = _modes.get(id(module))
             if mode is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -80,6 +81,25 @@ def surely(undo: Callable[[], object]) -> None:
         undo()
 
 
+class Turn:
+    """A lock that an interrupt cannot leave locked for good: one may come between the work and the release.
+
+    What is done in turns here takes microseconds, so whoever waits longer waits for nobody.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=1.0):
+            self._lock = threading.Lock()
+            self._lock.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(RuntimeError):  # another lock by now, which is free
+            self._lock.release()
+
+
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
@@ -132,30 +152,32 @@ class _EagerStance:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
+        self._turn = Turn()
+        self._holders: set[object] = set()
         self._stance: Any = None
 
-    def hold(self) -> Callable[[], None]:
-        """Force eager until the returned function is called."""
-        if not _torch.compiler_is_loaded():
-            return lambda: None
-        with self._lock:
-            if self._holders == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
-            self._holders += 1
-        held = [True]
+    def hold(self, holder: object | None = None) -> Callable[[], None]:
+        """Force eager until the returned function is called, or ``release`` with the same ``holder``."""
+        holder = object() if holder is None else holder
+        if _torch.compiler_is_loaded():
+            with self._turn:
+                self._holders.add(holder)
+                self._settle()
+        return lambda: self.release(holder)
 
-        def release() -> None:
-            with self._lock:
-                if held and held.pop():
-                    self._holders -= 1
-                    if self._holders == 0:
-                        self._stance.__exit__(None, None, None)
-                        self._stance = None
+    def release(self, holder: object) -> None:
+        if holder in self._holders or self._stance is not None:
+            with self._turn:
+                self._holders.discard(holder)
+                self._settle()
 
-        return release
+    def _settle(self) -> None:
+        # Each line leaves what the next call can finish: an interrupt may come between them.
+        if self._holders and self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+        elif not self._holders and self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
 
 eager_stance = _EagerStance()

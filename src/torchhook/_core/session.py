@@ -4,6 +4,7 @@ every hook away again, whatever happens. Everything that looks into a model is a
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -190,7 +191,8 @@ class Session:
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
-            attachment.defer(hooks.eager_stance.hold())
+            attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
+            hooks.eager_stance.hold(attachment)
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)

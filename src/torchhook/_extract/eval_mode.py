@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchhook._core import calling
+from torchhook._core.hooks import Turn
 from torchhook.errors import ExtractError
 
 
@@ -31,14 +32,14 @@ class _Moved:
 
 # By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
 _models: dict[int, _Moved] = {}
-_lock = threading.Lock()
+_turn = Turn()
 
 
 @contextlib.contextmanager
 def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
     """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was."""
     with calling.evaluating(model):
-        with _lock:
+        with _turn:
             # Locked until it has moved: another thread must not run a model of which half is elsewhere.
             moved = _moved(model, device)
             moved.users += 1
@@ -52,7 +53,7 @@ def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterat
         try:
             yield moved.there
         finally:
-            with _lock:
+            with _turn:
                 _leave(model, moved)
 
 
