@@ -70,6 +70,14 @@ def _is_wrapper(parent: nn.Module, child: str) -> bool:
     return any(b.__name__ in _WRAPPED[child] and b.__module__.startswith("torch.") for b in type(parent).__mro__)
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What a wrapper wraps, which has its name; any other module itself."""
+    for name in _WRAPPED:
+        if name in module._modules and _is_wrapper(module, name):
+            return unwrapped(module._modules[name])  # type: ignore[arg-type]
+    return module
+
+
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module with its original path, parents first; a shared module comes under each of its names.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
-from torchhook._core.index import Index
+from torchhook._core.index import Index, unwrapped
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import Tap
@@ -90,11 +90,10 @@ class Replacements:
         if found is None:
             above, _, name = path.rpartition(".")
             parent = self._modules.get(above)
-            # What a wrapper holds has no name of its own in it: it is not looked for.
             # Not by get: the children of TorchScript have none.
             held = parent is not None and name in parent._modules
             now = parent._modules[name] if parent is not None and held else None
-            same = now is None or now is self._modules.get(path)
+            same = now is None or unwrapped(now) is self._modules.get(path)
             found = self._at(above) if same else f"{path!r} is another {type(now).__name__} now"
             self._known[path] = found
         return found
