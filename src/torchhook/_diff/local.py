@@ -14,7 +14,7 @@ from torchhook._recording.counterparts import Counterparts
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook._values.subclasses import like
+from torchhook._values.wrappers import like
 
 
 class Feeder:
