@@ -26,6 +26,7 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.subclasses import placed_like, traits
 from torchhook._values.value_object import ValueObject, shown
 from torchhook.errors import EditError
 
@@ -161,7 +162,7 @@ class _Noise(_Edit):
             generator = torch.Generator(tensor.device).manual_seed(key)
             # In single precision whatever the tensor has: not every dtype can be drawn.
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
-            return tensor + (self.std * drawn).to(tensor.dtype)
+            return tensor + placed_like((self.std * drawn).to(tensor.dtype), tensor)
 
         return _change_all(perturb, value, site, "noise")
 
@@ -203,11 +204,11 @@ class _Patch(_Edit):
             raise EditError(f"{site.shown}: edits.patch needs one recorded tensor, found {tree.describe(recorded)}.")
 
         def mix(tensor: Tensor) -> Tensor:
-            new = found[0].to(tensor.device, tensor.dtype)
+            new = placed_like(found[0].to(tensor.device, tensor.dtype), tensor)
             if new.shape != tensor.shape:
                 raise _mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
             if self.mask is not None:
-                return torch.where(self.mask.to(tensor.device), new, tensor)
+                return torch.where(placed_like(self.mask.to(tensor.device), tensor), new, tensor)
             index: list[Any] = [slice(None)] * tensor.dim()
             index[self.dim] = self.positions
             result = tensor.clone()
@@ -328,11 +329,9 @@ def _kind(value: Any) -> str:
 
 
 def _check_tensor(old: Tensor, new: Tensor, site: Site) -> None:
-    if new.shape != old.shape:
-        raise _mismatch(site, "shape", tuple(old.shape), tuple(new.shape))
-    for what in ("dtype", "device"):
-        if getattr(new, what) != getattr(old, what):
-            raise _mismatch(site, what, getattr(old, what), getattr(new, what))
+    for (what, was), now in zip(traits(old).items(), traits(new).values(), strict=True):
+        if was != now:
+            raise _mismatch(site, what, was, now)
 
 
 def _mismatch(site: Site, what: str, expected: object, found: object) -> EditError:
@@ -352,12 +351,12 @@ def _change_all(change: Callable[[Tensor], Tensor], value: Any, site: Site, name
     found = list(tree.tensors(value))
     floats = any(_is_float(t) for t in found)
     if not floats and not (integers and found):
-        kinds = "floating-point tensors" if not integers else "tensors"
         raise EditError(
-            f"{site.shown}: edits.{name} changes {kinds}, and this value has none: {_kind(value)}"
+            f"{site.shown}: edits.{name} changes {'' if integers else 'floating-point '}tensors, and this value has "
+            f"none: {_kind(value)}"
             f"{''.join(f', {t.dtype}' for t in found[:4])}."
         )
-    return tree.map_tensors(lambda t: change(t) if not floats or _is_float(t) else t, value)
+    return tree.map_tensors(lambda t: placed_like(change(t), t) if not floats or _is_float(t) else t, value)
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -366,7 +365,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str) -> Any:
     if isinstance(value, Tensor):
-        return change(value)
+        return placed_like(change(value), value)
     found = [address for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     if len(found) != 1:
         listed = ", ".join(map(repr, found[:6])) or "none"
@@ -374,7 +373,7 @@ def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name
             f"{site.shown}: edits.{name} changes one tensor, and this value has {len(found)}: {listed}. "
             f"Name one with edits.at({found[0] if found else '…'!r}, edits.{name}(…))."
         )
-    return tree.put(value, found[0], change)
+    return tree.put(value, found[0], lambda tensor: placed_like(change(tensor), tensor))
 
 
 def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
@@ -382,7 +381,7 @@ def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     given = torch.as_tensor(new)
     if not torch.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise _mismatch(site, "dtype", old.dtype, given.dtype)
-    tensor = given.to(old.device, old.dtype)
+    tensor = placed_like(given.to(old.device, old.dtype), old)
     try:
         if torch.broadcast_shapes(tensor.shape, old.shape) == old.shape:
             return tensor
@@ -396,5 +395,7 @@ def _fit(recorded: Any, value: Any, site: Site) -> Any:
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):  # their classes may differ: a loaded recording has others
         raise _mismatch(site, "structure", _kind(value), _kind(recorded))
-    fitted = (new.to(old.device, old.dtype, copy=True) for old, new in zip(before, after, strict=True))
+    fitted = (
+        placed_like(new.to(old.device, old.dtype, copy=True), old) for old, new in zip(before, after, strict=True)
+    )
     return tree.with_tensors(value, fitted)
