@@ -16,6 +16,7 @@ from torch import Tensor
 from torchhook._values.loaded import Opaque
 from torchhook._values.nodes import OUTSIDE, Node
 from torchhook._values.subclasses import is_distributed, is_partial, local
+from torchhook._values.wrappers import is_wrapper
 from torchhook.errors import warn
 
 Code = dict[str, Any]
@@ -107,9 +108,12 @@ class Writer:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank: asking the others for theirs would wait for those that do not save."""
+    """What is written of a tensor: the numbers that a wrapper stands for, and of a DTensor those on this rank.
+
+    Asking the other ranks for theirs would wait for those that do not save.
+    """
     if not is_distributed(tensor):
-        return tensor
+        return local(tensor.detach()) if is_wrapper(tensor) else tensor
     part = local(tensor.detach())
     if is_partial(tensor) or part.shape != tensor.shape:
         warn(

@@ -14,6 +14,7 @@ from torchhook._recording.records import Record, Recording
 from torchhook._recording.tables import Table
 from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook._values import tree
+from torchhook._values.elements import readable
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
@@ -243,6 +244,9 @@ def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
         if shape(one) != shape(two):
             status = "shape"
             notes.append(f"{address + ': ' if address else ''}{tree.describe(one)} in A, {tree.describe(two)} in B")
+            continue
+        if not (readable(one) and readable(two)):
+            notes.append(f"{address + ': ' if address else ''}without numbers: only the shape was compared")
             continue
         numbers = measure(one, two, rtol, atol)
         mismatches, elements = mismatches + numbers.mismatches, elements + one.numel()

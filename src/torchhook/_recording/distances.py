@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.subclasses import local
 
 
 class Numbers(NamedTuple):
@@ -70,7 +71,7 @@ def shape(tensor: Tensor) -> Any:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     if tensor.is_nested:
         return torch.cat([_flat(part) for part in tensor.unbind()])
     if tensor.is_quantized:
@@ -84,7 +85,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> Numbers:
-    if a.device.type == "meta" or b.device.type == "meta" or not a.numel():
+    if not a.numel():
         return Numbers(0.0, 0.0, 1.0, 0, (0, 0))
     one, two = _flat(a), _flat(b)
     home = torch.device("cpu") if one.device.type == "mps" else one.device  # which has no double precision

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchhook import _torch
 from torchhook._values.subclasses import is_freed, is_partial, local
+from torchhook._values.wrappers import is_fake, is_wrapper
 
 UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
 """What fake tensors raise, and layouts and subclasses that lack an operation."""
@@ -35,10 +36,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def readable(tensor: Tensor) -> bool:
     """Whether a tensor has elements here that torch can turn into numbers: of a DTensor, those of this rank."""
     return (
-        tensor.device.type != "meta"
+        not is_fake(tensor)
         and tensor.dtype not in _PACKED
         and not is_freed(tensor)
         and not is_partial(tensor)  # summands are no elements
+        and (not is_wrapper(tensor) or not is_wrapper(local(tensor)))
     )
 
 
@@ -108,7 +110,7 @@ def floats(tensor: Tensor) -> Tensor | None:
     ``None`` for integers, and where nothing can be read.
     """
     # Inside torch.func a tensor is a wrapper, whose numbers cannot be asked for.
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or _torch.in_transform():
+    if not (tensor.is_floating_point() or tensor.is_complex()) or is_fake(tensor) or _torch.in_transform():
         return None
     if is_freed(tensor):
         return None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook._values.wrappers import faked_like, plain
+
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -30,12 +32,17 @@ def is_partial(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank: all of it, unless it is a DTensor.
+    """What of a tensor lies on this rank, as an ordinary tensor: all of it, unless it is a DTensor.
 
     >>> local(torch.ones(3))
     tensor([1., 1., 1.])
     """
-    return tensor.to_local() if is_distributed(tensor) else tensor  # type: ignore[operator, no-any-return]
+    if type(tensor) in _PLAIN:
+        return tensor
+    if is_distributed(tensor):
+        return local(tensor.to_local())  # type: ignore[attr-defined]
+    found = plain(tensor)
+    return tensor if found is None else found
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     A plain tensor is taken for the whole, the same on every rank.
     """
     if not is_distributed(other):
-        return tensor
+        return faked_like(tensor, other)
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh: Any = other.device_mesh  # type: ignore[attr-defined]

@@ -25,6 +25,15 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.device.type == "meta" or any(kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__)
 
 
+def faked_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor as one without numbers where ``other`` is one: fake tensors take no others beside them."""
+    mode = getattr(other, "fake_mode", None)
+    if mode is None or is_fake(tensor):
+        return tensor
+    found: Tensor = mode.from_tensor(tensor)
+    return found
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor answers operations by itself, so that its memory is not its numbers, or is none."""
     kind = type(tensor)

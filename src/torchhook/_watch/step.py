@@ -73,6 +73,8 @@ class Step:
 
     def look_parameter_gradient(self, site: str, parameter: Tensor) -> Look:
         def look(gradient: Tensor, call: int) -> None:
+            if not (measurable(gradient) or gradient.is_sparse):  # without numbers
+                return
             before = parameter.grad
             if before is None:
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(gradient)))

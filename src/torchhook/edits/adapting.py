@@ -69,5 +69,3 @@ def _wants_site(edit: Callable[..., Any]) -> bool:
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [p for p in signature.parameters.values() if p.kind in places]
     return len(parameters) > 1 and (parameters[1].default is inspect.Parameter.empty or parameters[1].name == "site")
-
-

@@ -15,6 +15,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import placed_like
+from torchhook._values.wrappers import faked_like, is_fake, like
 from torchhook.edits.adapting import adapt
 from torchhook.edits.changing import change_all, change_one, fitting, mismatch, with_recorded
 from torchhook.edits.protocol import CataloguedEdit, Edit
@@ -129,6 +130,8 @@ class _Noise(CataloguedEdit):
 
         def perturb(tensor: Tensor) -> Tensor:
             key = zlib.crc32(f"{self.seed} {site} {next(leaf)}".encode())  # hash() differs between processes
+            if is_fake(tensor):  # no device to draw on, and nothing to draw
+                return tensor.clone()
             generator = torch.Generator(tensor.device).manual_seed(key)
             # In single precision whatever the tensor has: not every dtype can be drawn.
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
@@ -174,13 +177,16 @@ class _Patch(CataloguedEdit):
             raise EditError(f"{site.shown}: edits.patch needs one recorded tensor, found {tree.describe(recorded)}.")
 
         def mix(tensor: Tensor) -> Tensor:
-            new = placed_like(found[0].to(tensor.device, tensor.dtype), tensor)
+            new = placed_like(like(found[0], tensor), tensor)
             if new.shape != tensor.shape:
                 raise mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
             if self.mask is not None:
                 return torch.where(placed_like(self.mask.to(tensor.device), tensor), new, tensor)
             index: list[Any] = [slice(None)] * tensor.dim()
-            index[self.dim] = self.positions
+            chosen = self.positions
+            # torch would make an ordinary tensor of a list, which no fake tensor takes.
+            as_tensor = is_fake(tensor) and isinstance(chosen, (list, tuple))
+            index[self.dim] = faked_like(torch.as_tensor(chosen), tensor) if as_tensor else chosen
             result = tensor.clone()
             result[tuple(index)] = new[tuple(index)]
             return result
@@ -218,5 +224,3 @@ class _At(CataloguedEdit):
             return tree.put(value, self.leaf, change)
         except KeyError as error:
             raise EditError(f"{site.shown}: edits.at({self.leaf!r}): {error.args[0]}") from None
-
-

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.subclasses import placed_like, traits
+from torchhook._values.wrappers import like, through_numbers
 from torchhook.errors import EditError
 
 
@@ -57,16 +58,20 @@ def change_all(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
             f"none: {_kind(value)}"
             f"{''.join(f', {t.dtype}' for t in found[:4])}."
         )
-    return tree.map_tensors(lambda t: placed_like(change(t), t) if not floats or _is_float(t) else t, value)
+    return tree.map_tensors(lambda t: _changed(change, t) if not floats or _is_float(t) else t, value)
 
 
 def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized
+
+
+def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    return placed_like(through_numbers(change, tensor), tensor)
 
 
 def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str) -> Any:
     if isinstance(value, Tensor):
-        return placed_like(change(value), value)
+        return _changed(change, value)
     found = [address for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     if len(found) != 1:
         listed = ", ".join(map(repr, found[:6])) or "none"
@@ -74,7 +79,7 @@ def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
             f"{site.shown}: edits.{name} changes one tensor, and this value has {len(found)}: {listed}. "
             f"Name one with edits.at({found[0] if found else '…'!r}, edits.{name}(…))."
         )
-    return tree.put(value, found[0], lambda tensor: placed_like(change(tensor), tensor))
+    return tree.put(value, found[0], lambda tensor: _changed(change, tensor))
 
 
 def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
@@ -96,7 +101,5 @@ def with_recorded(recorded: Any, value: Any, site: Site) -> Any:
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):  # their classes may differ: a loaded recording has others
         raise mismatch(site, "structure", _kind(value), _kind(recorded))
-    fitted = (
-        placed_like(new.to(old.device, old.dtype, copy=True), old) for old, new in zip(before, after, strict=True)
-    )
+    fitted = (placed_like(like(new, old), old) for old, new in zip(before, after, strict=True))
     return tree.with_tensors(value, fitted)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from torchhook._recording.address import Site
 from torchhook._values.value_object import ValueObject
 
