@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from torchhook import _torch
+from torchhook._callbacks import Fit, callback
 from torchhook._core.index import Index, is_callable
 from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
@@ -43,6 +44,13 @@ class Guard(Openable):
     def findings(self) -> list[Finding]:
         """What was found so far, one for each site, in the order found."""
         return list(self._found.values())
+
+    def callback(self) -> Any:
+        """A callback for the trainer of Lightning or Hugging Face: the guard is open while it trains and validates.
+
+        ``Trainer(callbacks=[th.guard(model).callback()])``. A guard that is open already stays open.
+        """
+        return callback(Fit(self))
 
     def _start(self) -> None:
         assert self._build is not None

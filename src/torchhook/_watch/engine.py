@@ -61,6 +61,10 @@ class Watched:
         self.in_step = [t for t in targets if t not in self.before_step]
         self.parameters = _parameters(index, targets) if parameters else {}
 
+    def count_by_hand(self) -> None:
+        """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
+        self.by_call, self.before_step, self.in_step = False, [], list(self.targets)
+
     def attach(self, session: Session, step: Step, limits: Alarms | None) -> None:
         """Have the session show the step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
@@ -168,6 +172,19 @@ class Engine:
         watched.attach(session, step, self._limits)
         session.open(running=watched.by_call)
         self.step, self._session = step, session
+
+    def hide(self) -> None:
+        """What runs until ``show`` is no part of the running step."""
+        if self._session is None:
+            return
+        if self.watched.threads == "all":
+            self.abandon()  # it takes calls from wherever they come
+        else:
+            self._session.scope.leave()
+
+    def show(self) -> None:
+        if self._session is not None:
+            self._session.scope.enter()
 
     def abandon(self) -> Step | None:
         """Take the hooks of the running step away."""
