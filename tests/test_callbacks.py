@@ -186,6 +186,19 @@ def test_a_tool_serves_one_training(events: Any) -> None:
         w.callback()
 
 
+def test_a_watch_that_is_closed_early_lets_the_training_go_on(events: Any) -> None:
+    net = model()
+    w = watch(net)
+
+    class Closes(events.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 3:
+                w.close()
+
+    train_by_events(net, [w.callback(), Closes()])
+    assert [snapshot.step for snapshot in w.history] == [0, 1, 2]
+
+
 def test_steps_are_not_made_by_hand_too(events: Any) -> None:
     w = watch(model())
     w.callback()
@@ -306,6 +319,7 @@ def test_the_trainer_of_lightning(accumulate: int, validate: int) -> None:
         [w.callback(), g.callback()], accumulate_grad_batches=accumulate, val_check_interval=validate
     )
     trainer.fit(module, loader(), loader())
+    trainer.validate(module, loader(), verbose=False)  # the callbacks hear of it, and all is over
     for snapshot in w.history:
         snapshot.sites.update({name.removeprefix("body."): value for name, value in snapshot.sites.items()})
     assert_as_by_hand(w, accumulate)

@@ -56,8 +56,8 @@ def callback(fit: Fit) -> Any:
     if not found:
         raise SessionError(
             "callback() is for the trainers of Lightning (lightning.pytorch or pytorch_lightning) and Hugging Face "
-            "(transformers), and none of them is imported. Import yours first; in a loop of your own use steps='manual' "
-            "and step()."
+            "(transformers), and none of them is imported. Import yours first; in a loop of your own use "
+            "steps='manual' and step()."
         )
     # A class of its own each time: Hugging Face warns of two callbacks of one class.
     return type("TorchHookCallback", (_Events, *found), {})(fit)

@@ -212,8 +212,8 @@ class Watch(Openable):
         index = engine.watched.index
         if type(index.modules[""]).forward.__qualname__ == "LightningModule.forward":
             warn(
-                "a step is a call of the model here, and Lightning calls the training_step of a model without a forward "
-                "of its own: give the Trainer this watch's callback(), which counts the optimizer's steps.",
+                "a step is a call of the model here, and Lightning calls the training_step of a model without a "
+                "forward of its own: give the Trainer this watch's callback(), which counts the optimizer's steps.",
                 NeverRanWarning,
             )
         session = Session(index.modules[""], index=index, threads=self._threads, warn=False)
