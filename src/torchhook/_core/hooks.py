@@ -35,6 +35,11 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     return cast(RemovableHandle, tensor.register_hook(function))
 
 
+def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``function`` with a parameter when a gradient has been added to its ``.grad``: FSDP2 calls it too."""
+    return parameter.register_post_accumulate_grad_hook(function)
+
+
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
     return node.register_hook(function)
@@ -119,6 +124,10 @@ class Attachment:
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
         self._undo.append(on_gradient(parameter, function).remove)
+
+    def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._undo.append(on_accumulated(parameter, function).remove)
 
     def defer(self, undo: Callable[[], None]) -> None:
         """Call ``undo``, which may be called twice, when the hooks go."""

@@ -19,8 +19,11 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.parameters import ParameterGradients
+from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
@@ -49,6 +52,8 @@ class Session:
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self.gathers: Together | None = None
+        """With the other ranks, where the gradients of parameters are wanted whole."""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
@@ -196,6 +201,9 @@ class Session:
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
+            if self.gathers is not None:
+                attachment.defer(self.gathers.close)
+                self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
                 enter, leave = taps.listener.boundaries()
@@ -204,9 +212,10 @@ class Session:
                     attachment.attach(leave, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
-            for target, grad_tap in taps.parameters:
-                parameter = self._followed[target.site] = live_tensor(target)
-                attachment.follow(parameter, grad_tap.arrived_at_parameter)
+            if taps.parameters:
+                gradients = ParameterGradients(Homes(self.index), self.gathers)
+                for target, grad_tap in taps.parameters:
+                    self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()
             if self._own_threads_only:
                 self.scope.enter()
