@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core.keep import Keep, Transform
-from torchhook._core.select import Selector, resolve
 from torchhook._core.ranks import Together
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree

@@ -37,13 +37,24 @@ def shards(module: nn.Module) -> list[Shard]:
             groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
             kept = [(p._module_info, p.sharded_param) for group in groups for p in group.fsdp_params]
             return [Shard(m, n, p, p, p, p.shape, None, state) for info, p in kept for m, n in _places(info)]
-        handle: Any = getattr(module, "_handle", None)
+        handle: Any = vars(module).get("_handle")
         flat = getattr(handle, "flat_param", None)
         if flat is None:
             return []
         group = handle.process_group if handle.uses_sharded_strategy else None
         if not flat._params:
-            return [Shard(handle._fully_sharded_module, "_flat_param", flat, flat._local_shard, flat, flat.shape, group, handle)]
+            return [
+                Shard(
+                    handle._fully_sharded_module,
+                    "_flat_param",
+                    flat,
+                    flat._local_shard,
+                    flat,
+                    flat.shape,
+                    group,
+                    handle,
+                )
+            ]
         named = zip(flat._param_infos, flat._params, flat._shapes, strict=True)
         return [Shard(i.module, i.param_name, p, p, flat, shape, group, handle) for i, p, shape in named]
     except AttributeError:

@@ -1,10 +1,11 @@
-import torch, os
-from torch import nn
-import torch.nn.functional as F
+import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+
 import torchhook as th
 
 

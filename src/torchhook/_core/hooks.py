@@ -62,6 +62,11 @@ class TensorHandles:
         self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
         self._prune()
 
+    def on_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._handles.append(on_accumulated(parameter, function))
+        self._prune()
+
     def on_node(self, node: Node, function: Callable[[Any, Any], None]) -> None:
         """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
         self._handles.append(on_node(node, function))

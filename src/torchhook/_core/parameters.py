@@ -26,8 +26,9 @@ from torchhook._recording.address import Site
 class ParameterGradients:
     """Has the gradients of parameters told to their taps."""
 
-    def __init__(self, homes: Homes, together: Together | None) -> None:
+    def __init__(self, homes: Homes, together: Together | None, reduced: bool) -> None:
         self._homes = homes
+        self._always_reduced = reduced
         self._full = together is not None
         self._together = together
         self._reduced: list[_Reduced] = []
@@ -38,13 +39,13 @@ class ParameterGradients:
         assert target.tensor is not None
         home = self._homes.of(target.module, target.tensor)
         assert home is not None
-        after = bool(tap.edits) or self._full
+        after = bool(tap.edits) or self._full or self._always_reduced
         if home.way == "own" or (home.way == "replicated" and not after):
             attachment.follow(home.parameter, tap.arrived_at_parameter)
             return home.parameter
         reduced = _Reduced(home, tap, target.site)
         self._reduced.append(reduced)
-        if home.groups and after:
+        if home.groups and tap.edits:
             self._announce(attachment)
         mark = functools.partial(_mark, reduced, self._ended)
         if home.way == "replicated":

@@ -17,7 +17,7 @@ from torchhook import _torch_sharded
 from torchhook.errors import SessionError
 
 # Seconds. They have met in the forward pass by then, so that their word is there already, or will never be.
-_GRACE = 5.0
+_GRACE = 3.0
 
 
 class Together:
@@ -26,16 +26,24 @@ class Together:
     def __init__(self, what: str) -> None:
         self._key = f"torchhook/{what}"
         self._store: Any = None
+        self._is_counted = False
         self._absent: set[int] = set()
 
     def open(self) -> None:
         self._store = _torch_sharded.rank_store()
+        self._is_counted = True
         self._count(1)
+
+    def leave(self) -> None:
+        """This rank will not come to what all do together any more, unless all ``meet``."""
+        if self._is_counted:
+            self._is_counted = False
+            with contextlib.suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+                self._count(-1)
 
     def close(self) -> None:
         """This rank no longer does it."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone, with the rank that kept it
-            self._count(-1)
+        self.leave()
         self._store = None
 
     def _count(self, more: int) -> None:
@@ -59,6 +67,27 @@ class Together:
         while not (found := self._store.add(f"{self._key}/{rank}", 0)) > 0 and time.monotonic() < until:
             time.sleep(0.02)
         return bool(found > 0)
+
+    def meet(self, groups: Iterable[Any]) -> bool:
+        """Wait a moment for all ranks of these groups to come here too; whether they did.
+
+        Where each comes by itself (to the end of its block) and not by the model's own collectives: one that waited in
+        a collective of ours for another that waits in one of the model's would wait forever.
+        """
+        ranks = {rank for group in groups for rank in distributed.get_process_group_ranks(group)}
+        if self._store is None or not ranks:
+            return True
+        key, all_ = f"{self._key}/meeting {min(ranks)}", len(ranks)
+        turn = (self._store.add(key, 1) - 1) // all_
+        until = time.monotonic() + _GRACE
+        while self._store.add(key, 0) // all_ <= turn:
+            if time.monotonic() > until:
+                if (self._store.add(key, -1) + 1) % all_:
+                    return False
+                self._store.add(key, 1)  # the last one came at this very moment
+                break
+            time.sleep(0.002)
+        return True
 
     def need(self, groups: Iterable[Any], where: str) -> None:
         """Refuse to go on where not all ranks do it: what comes next would wait for them."""

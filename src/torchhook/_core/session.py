@@ -54,6 +54,8 @@ class Session:
         self._given_as = ""
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
+        self.reduced = False
+        """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
@@ -213,7 +215,7 @@ class Session:
             for module, tap in taps:
                 attachment.attach(tap, module)
             if taps.parameters:
-                gradients = ParameterGradients(Homes(self.index), self.gathers)
+                gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
                 for target, grad_tap in taps.parameters:
                     self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()

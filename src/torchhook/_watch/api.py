@@ -177,6 +177,7 @@ class Watch(Openable):
 
     def _start(self) -> None:
         engine = self._engine
+        engine.shared.together.open()
         if self._steps == "manual":
             engine.advance()  # without a hook that counts: between measured steps the model is bare
             return
