@@ -274,6 +274,8 @@ def times_running(module: nn.Module) -> int:
 
 def in_fsdp() -> bool:
     """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
     for frame in _frames(1):
         name = frame.f_globals.get("__name__", "")
         if name == _MODULES:
