@@ -37,12 +37,17 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
     """Call ``function`` with a parameter when a gradient has been added to its ``.grad``: FSDP2 calls it too."""
-    return parameter.register_post_accumulate_grad_hook(function)
+    return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(function))
 
 
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
     return node.register_hook(function)
+
+
+def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
+    """Call ``function(grad_outputs)`` before a node of the autograd graph runs, after the hooks of its tensors."""
+    return node.register_prehook(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:

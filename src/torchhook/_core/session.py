@@ -19,6 +19,7 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.lost_gradients import Units
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
@@ -88,6 +89,7 @@ class Session:
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         targets = list(targets)
+        units = Units(self.index) if keep.mode in ("live", "reference") else None
         whole = {target.site for target in targets if target.site.call is None}
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
@@ -95,6 +97,8 @@ class Session:
             for name in self._other_names(target):
                 self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
+            if units:
+                recorder = _checked(units.checked(target.site), recorder)
             if before_edits:
                 tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
@@ -319,6 +323,10 @@ class Session:
 
 # What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
 # and with it the hooks, alive for as long as the model.
+
+
+def _checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
+    return look if check is None else lambda value, call: look(check(value), call)
 
 
 def _looked_at_first(tap: Tap, look: Look) -> Edit:

@@ -87,4 +87,6 @@ def _listen(store: Any, rank: int, closed: threading.Event) -> None:
 
 
 def _say(text: str) -> None:
-    warnings.warn(f"the guard of another rank has raised, and this one may wait for it: {text}", GuardWarning, stacklevel=2)
+    warnings.warn(
+        f"the guard of another rank has raised, and this one may wait for it: {text}", GuardWarning, stacklevel=2
+    )

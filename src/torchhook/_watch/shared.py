@@ -1,7 +1,7 @@
 """Values that lie on several ranks: each measures its part, and the numbers are put together when the step is over.
 
-One exchange for each step and group of ranks, of a few numbers for each site. A rank that watches alone is told so once,
-and its numbers are then those of its parts.
+One exchange for each step and group of ranks, of a few numbers for each site. A rank that watches alone is told so
+once, and its numbers are then those of its parts.
 """
 
 from __future__ import annotations
