@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -35,7 +36,7 @@ class Results:
     """What the scenarios of a module returned on each rank."""
 
     def __init__(self, by_rank: list[dict[str, Any]], log: str) -> None:
-        self._by_rank, self._log = by_rank, log
+        self._by_rank, self.log = by_rank, log
 
     def __getitem__(self, scenario: str) -> list[Any]:
         """What a scenario returned, rank by rank."""
@@ -45,7 +46,7 @@ class Results:
             if found.get(scenario, ("failed",))[0] != "returned"
         ]
         if failed:
-            raise RankError("\n".join([scenario, *failed, self._log]))
+            raise RankError("\n".join([scenario, *failed, self.log]))
         return [found[scenario][1] for found in self._by_rank]
 
 
@@ -122,11 +123,13 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
                 timeout=timedelta(seconds=_WAIT),
             )
             torch.manual_seed(0)
+            began = time.monotonic()
             try:
                 result = "returned", functions[name]()
             except BaseException:
                 result = "raised", traceback.format_exc()
             distributed.destroy_process_group()
+            print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
             pickle.dump((name, result), file)
             file.flush()
             # By the store: it waits for a rank that is late, and knows nothing of collectives that were left open.
@@ -142,4 +145,5 @@ if __name__ == "__main__":
     else:
         all_results = run(sys.argv[1])
         for scenario in scenarios(sys.argv[1]):
-            print(scenario, all_results[scenario])
+            print(scenario, str(all_results[scenario])[:1000])
+        print(all_results.log)

@@ -51,7 +51,7 @@ def full(tensor: Tensor) -> Tensor:
     >>> full(torch.ones(3))
     tensor([1., 1., 1.])
     """
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[operator, no-any-return]
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def sharded_over(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether a tensor has elements and no memory: FSDP gives that of gathered weights back, and a read ends the process.
+    """Whether a tensor has elements and no memory: FSDP frees gathered weights, and to read one ends the process.
 
     >>> x = torch.ones(3)
     >>> _ = x.untyped_storage().resize_(0)

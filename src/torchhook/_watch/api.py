@@ -204,6 +204,7 @@ class Watch(Openable):
 
     def _start(self) -> None:
         engine = self._engine
+        engine.shared.together.open()
         if self._steps == "trainer":
             return  # a step begins with its first batch
         if self._steps == "manual":
