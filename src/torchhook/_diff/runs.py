@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.keep import Keep
+from torchhook._core.offload import has_offloaded
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._diff import sides
@@ -43,7 +44,8 @@ def record(
 def fitting(model: nn.Module, inputs: Any) -> Inputs:
     """The inputs on the model's device and in its floating-point dtype, where it has only one."""
     parameters = [p for p in model.parameters() if not isinstance(p, nn.parameter.UninitializedParameter)]
-    devices = {p.device for p in parameters}
+    # One that is offloaded moves what it gets by itself: its parameters are nowhere now.
+    devices = set() if has_offloaded(model) else {p.device for p in parameters}
     dtypes = {p.dtype for p in parameters if p.is_floating_point()}
     # A model in several dtypes or on several devices converts what it gets by itself: no single one would be right.
     device = devices.pop() if len(devices) == 1 else None
