@@ -164,6 +164,24 @@ def test_a_program_is_fed_too() -> None:
     assert [result[name].max_abs for name in "012"] == [0.5, 0.0, 0.0]
 
 
+def test_one_layer_of_a_language_model_is_all_that_differs() -> None:
+    """With caches and keyword arguments: all other layers, and the blocks around it, get and return what those of A do."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=32, vocab_size=64, **ends)
+    model: Any = GPT2LMHeadModel(config).eval()
+    port = copy.deepcopy(model)
+    with torch.no_grad():
+        port.transformer.h[1].mlp.c_fc.bias += 0.25
+    inputs = {"input_ids": torch.arange(6)[None]}
+    assert sum(not row.ok for row in diff(model, port, inputs)) > 20
+    local = diff(model, port, inputs, local=True, rtol=0, atol=1e-6)
+    assert [row.site for row in local if not row.ok] == ["transformer.h.1.mlp.c_fc"]
+    assert local["transformer.h.1.mlp.c_fc"].max_abs == pytest.approx(0.25, abs=1e-6)
+
+
 def test_the_models_are_left_as_they_were() -> None:
     a, b = net(), net().train()
     before = copy.deepcopy(b.state_dict())

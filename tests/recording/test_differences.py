@@ -147,6 +147,17 @@ def test_integers_and_booleans_must_be_equal() -> None:
     assert one(torch.tensor([True, False]), torch.tensor([True, True])).mismatches == 1
 
 
+def test_complex_numbers_and_small_floats_are_compared_with_others() -> None:
+    real = torch.tensor([3.0, 4.0])
+    assert one(real, real + 0j).ok
+    row = one(real, torch.tensor([3 + 1j, 4 + 0j]))
+    assert (row.mismatches, row.max_abs) == (1, 1.0)
+    assert row.relative == pytest.approx(1 / 5)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert one(real, real.to(dtype)).max_abs == 0
+        assert one(real.to(dtype), real + 8).mismatches == 2
+
+
 def test_the_same_nans_and_infinities_agree_and_others_do_not() -> None:
     value = torch.tensor([NAN, INF, -INF, 1.0])
     row = one(value, value.clone())

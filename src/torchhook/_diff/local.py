@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -60,11 +63,12 @@ class Feeder:
         return found
 
     def _fed(self, value: Any, given: Any, site: Site) -> Any:
-        mine, other = list(tree.tensors(value)), list(tree.tensors(given))
+        mine, other = _tensors(value), _tensors(given)
         if [tuple(t.shape) for t in mine] != [tuple(t.shape) for t in other]:
             self._own[str(site)] = f"on its own input: {tree.describe(given)} in A, {tree.describe(value)} in B"
             return value
-        return tree.with_tensors(value, (like(new, old) for new, old in zip(other, mine, strict=True)))
+        new = iter(other)
+        return _map(lambda tensor: like(next(new), tensor), value)
 
     def annotated(self, found: Diff) -> Diff:
         """The result, saying where a module of B could not be given the inputs of A."""
@@ -75,3 +79,21 @@ class Feeder:
             rows.append(dataclasses.replace(row, note=note))
         notes = ["local: each module of B ran on the inputs of its counterpart in A", *found.notes]
         return Diff(rows, found.title, notes)
+
+
+# What else is passed along (a cache of keys and values) is written to by the modules that get it: B's stay B's own.
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Rebuild a value with a function applied to the tensors that lie in it openly."""
+
+    def change(part: Any) -> Any:
+        return function(part) if isinstance(part, Tensor) else part
+
+    return tree.map_parts(change, value, where=lambda part: not isinstance(part, (tuple, list, dict)))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(found.append, value)
+    return found

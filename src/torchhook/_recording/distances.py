@@ -70,14 +70,19 @@ def shape(tensor: Tensor) -> Any:
     return [part.shape for part in tensor.unbind()] if tensor.is_nested else tensor.shape
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor, paired: bool) -> Tensor:
+    """All numbers in one dim; real ones as complex ones too, if ``paired`` with such."""
     tensor = local(tensor.detach())
     if tensor.is_nested:
-        return torch.cat([_flat(part) for part in tensor.unbind()])
+        return torch.cat([_flat(part, paired) for part in tensor.unbind()])
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        tensor = tensor.float()  # torch compares the small floats with nothing else
+    if paired and not tensor.is_complex():
+        tensor = torch.complex(tensor.double(), torch.zeros_like(tensor, dtype=torch.float64))
     if tensor.is_complex():
         # view_as_real refuses a conjugate that is only marked as one.
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -87,7 +92,8 @@ def _flat(tensor: Tensor) -> Tensor:
 def measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> Numbers:
     if not a.numel():
         return Numbers(0.0, 0.0, 1.0, 0, (0, 0))
-    one, two = _flat(a), _flat(b)
+    paired = a.is_complex() or b.is_complex()
+    one, two = _flat(a, paired), _flat(b, paired)
     home = torch.device("cpu") if one.device.type == "mps" else one.device  # which has no double precision
     one, two = one.to(home), two.to(home)
     # Before they are doubles, in which integers beyond 2**53 fall together.
