@@ -79,19 +79,19 @@ def _measured(
     forward: Forward, batch: Batch, extras: Extras, device: torch.device, dtype: torch.dtype | None
 ) -> Measure:
     good = batch.good
-    mask = extras.mask(batch.value)
+    said = extras.padding(batch.value, batch.start, good)
     found: dict[str, tuple[ColumnSpec, int]] = {}
     calls: Counter[str] = Counter()
     values: dict[str, Any] = {}
 
     def look(site: str, value: Any) -> None:
         calls[site] += 1
-        for spec, nbytes in site_columns(site, value, len(good), mask, dtype):
+        for spec, nbytes in site_columns(site, value, len(good), said, dtype):
             found[spec.name] = spec, nbytes
         values[site] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
 
     # Whole: a layer may run again after the last site was seen, and then its address is not enough.
-    seconds = _timed(lambda: forward(batch.value, device, look, stop=False), device)
+    seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said), device)
     for site, times in calls.items():
         if times > 1:
             name = shown(site)
