@@ -26,6 +26,7 @@ NeverOpenedWarning       (UserWarning)                 a session or tool was dro
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "DataWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -180,6 +182,10 @@ class GuardWarning(UserWarning):
 
 class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
+
+
+class DataWarning(UserWarning):
+    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
 
 
 class PaddingWarning(UserWarning):

@@ -68,10 +68,13 @@ class Forward:
         self.index = Index(self.model)
         self.targets = resolve(self.index, state["targets"])
 
-    def __call__(self, batch: Any, device: torch.device, put: Put, stop: bool = True, said: Said = None) -> None:
+    def __call__(
+        self, batch: Any, device: torch.device, put: Put, stop: bool = True, said: Said = None, see: Put | None = None
+    ) -> None:
         """Run a batch; ``put`` is called inside the hooks, when the value is still what the layer produced.
 
-        ``said`` is what the user says about its padding; left out, the model's own mask is looked for.
+        ``said`` is what the user says about its padding; left out, the model's own mask is looked for. ``see`` is
+        called with values as they pass, before any transform.
         """
         given = inputs.call_of(batch, self.model, self.input_fn)
         # On the host, before anything moves: a question about tensors on a GPU would wait for it.
@@ -79,16 +82,26 @@ class Forward:
         call = inputs.move(given, device)
         # One padded batch tells as much as all of them.
         trial = Trial(call, known, whole=bool(said)) if known and not self.padding.tried else None
-        self._run(call, device, put if trial is None else trial.keep(put), known, stop)
+        self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
             self.padding.tried = trial.run(lambda one, look: self._run(one, device, look, {}, stop=True))
 
-    def _run(self, call: Inputs, device: torch.device, put: Put, known: Mapping[str, Known], stop: bool) -> None:
+    def _run(
+        self,
+        call: Inputs,
+        device: torch.device,
+        put: Put,
+        known: Mapping[str, Known],
+        stop: bool,
+        see: Put | None = None,
+    ) -> None:
         # For each batch, because a session opens once; the index serves all of them.
         session = Session(self.model, index=self.index, warn=False)
         for target in self.targets:
             site = str(target.site)
+            if see is not None:
+                session.look(target, _shown_to(see, site))
             session.look(target, _hand_on(site, self.transforms[site], known.get(site), put))
         if stop:
             session.stop_when_seen(self.targets)
@@ -102,6 +115,10 @@ class Forward:
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(device.type, None if self.autocast is True else self.autocast)
+
+
+def _shown_to(see: Put, site: str) -> Look:
+    return lambda value, call: see(site, value)
 
 
 def _hand_on(site: str, transform: Transform | None, known: Known | None, put: Put) -> Look:
