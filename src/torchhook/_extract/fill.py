@@ -114,7 +114,9 @@ def _plain(name: str, value: Any, rows: int) -> Any:
 
 
 def _text(text: str) -> Tensor:
-    data = bytearray(text.encode())  # torch warns of memory that it must not write to, and takes no empty one
+    # Names of files may be any bytes, which Python holds as surrogates: as \xe9, they can be read by everybody.
+    readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    data = bytearray(readable.encode())  # torch warns of memory that it must not write to, and takes no empty one
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
