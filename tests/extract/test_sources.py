@@ -94,7 +94,7 @@ class Known(Everything):
 
 def test_workers_that_each_give_all_rows_are_refused(tmp_path):
     for data in (Everything(), DataLoader(Everything(), batch_size=8, num_workers=2)):
-        with pytest.raises(ExtractError, match="2 workers .*the same rows.*get_worker_info.*workers=0"):
+        with pytest.raises(ExtractError, match=r"2 workers .*the same rows.*get_worker_info.*workers=0"):
             E(same(), data, "0", tmp_path / "a", workers=2, batch_size=8)
     assert torch.equal(E(same(), Everything(), "0", tmp_path / "b", batch_size=8)["0"][:], X)
     assert torch.equal(E(same(), Everything(), "0", tmp_path / "c", batch_size=8, workers=1)["0"][:], X)

@@ -218,8 +218,8 @@ def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
 def _check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str = "") -> None:
     if isinstance(value, Tensor) and not value.dim():
         raise ExtractError(
-            f"{shown(name)!r} is a single number for a batch of {rows} rows, as a loss is. {where} Choose another site, "
-            "or of several values those that have rows, with transforms.pick."
+            f"{shown(name)!r} is a single number for a batch of {rows} rows, as a loss is. {where} Choose another "
+            "site, or of several values those that have rows, with transforms.pick."
         )
     if len(value) != rows:
         raise ExtractError(f"{shown(name)!r}: {len(value)} rows for a batch of {rows}. {where} {_ROWS_HINT}")

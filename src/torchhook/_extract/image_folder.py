@@ -131,7 +131,7 @@ def _colors(name: str, opened: Any) -> Any:
         # Sixteen bits are whole numbers up to 65,535; floats have no range of their own, but everybody's is [0, 1].
         most = 1 if image.mode == "F" else 65535
         low, high = float(pixels.min()), float(pixels.max())
-        if not (0 <= low and high <= most):
+        if not (low >= 0 and high <= most):
             raise ValueError(
                 f"{name}: {'float' if most == 1 else 'integer'} pixels from {low:g} to {high:g}, expected 0 to {most}. "
                 "Convert such images, or load them in a data set of your own."

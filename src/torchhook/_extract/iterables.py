@@ -33,8 +33,8 @@ def holds_batches(items: Sequence[Any]) -> bool:
     if even and any(one != shapes[0] for one in shapes):
         return True  # rows of different shapes could not be put together
     raise ExtractError(
-        f"data is a list of {len(items)} items, the first of them {tree.describe(items[0])}: these may be rows or batches. "
-        "For rows say batch_size=; for batches pass iter(data)."
+        f"data is a list of {len(items)} items, the first of them {tree.describe(items[0])}: these may be rows or "
+        "batches. For rows say batch_size=; for batches pass iter(data)."
     )
 
 
@@ -62,9 +62,9 @@ class Worked:
         head = list(itertools.islice(batches, workers)) if workers > 1 else []
         if len({fingerprint.of_batch(batch) for batch in head}) < len(head):
             raise ExtractError(
-                f"the {workers} workers of an {type(self.loader.dataset).__name__} give the same rows, so that each would "
-                "be stored more than once. Let each worker give its own share (torch.utils.data.get_worker_info), or "
-                "load without workers: workers=0, or num_workers=0 in the DataLoader."
+                f"the {workers} workers of an {type(self.loader.dataset).__name__} give the same rows, so that each "
+                "would be stored more than once. Let each worker give its own share (torch.utils.data.get_worker_info), "
+                "or load without workers: workers=0, or num_workers=0 in the DataLoader."
             )
         return self._counted(itertools.chain(head, batches))
 

@@ -10,7 +10,7 @@ from torchhook._extract.batches import Batch
 from torchhook._extract.fill import Extras, site_columns
 from torchhook._extract.forward import Forward
 from torchhook._values import tree
-from torchhook.errors import DataWarning, ExtractError, warn
+from torchhook.errors import DataWarning, ExtractError, TransformError, warn
 
 
 class Square:
@@ -43,11 +43,12 @@ def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.de
     said = extras.padding(one.value, one.start, one.good)
     try:
         forward(one.value, device, look, said=said)
-    except ExtractError:
+    except (ExtractError, TransformError):
         raise
     except Exception as error:
         warn(
-            f"a dim of the values is as long as the batch of {len(batch.good)} rows, and one row alone, which would tell "
-            f"them apart, cannot be run ({type(error).__name__}: {error}). Check the rows, or choose another batch_size.",
+            f"a dim of the values is as long as the batch of {len(batch.good)} rows, and one row alone, which would "
+            f"tell them apart, cannot be run ({type(error).__name__}: {error}). Check the rows, or choose another "
+            "batch_size.",
             DataWarning,
         )

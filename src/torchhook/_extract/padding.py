@@ -57,8 +57,8 @@ class PaddingOf:
         if asked and not self.warned:
             self.warned = True
             warn(
-                f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known, so "
-                "that padding is part of the features, and other batches give others. Give the model its attention "
+                f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known, "
+                "so that padding is part of the features, and other batches give others. Give the model its attention "
                 "mask, or say lengths= (a field of the batch, or a function of it: lengths or a mask; lengths=False "
                 "if this is no padding).",
                 PaddingWarning,
@@ -92,8 +92,7 @@ class Trial:
         self.call, self.known, self.whole = call, known, whole
         self.values: dict[str, list[Tensor]] = {}
         self.mask = _padded_mask(known, call)
-        # The row with the most padding shows the most.
-        self.row = 0 if self.mask is None else int(self.mask.sum(1).argmin())
+        self.row = 0 if self.mask is None else _row_to_try(self.mask)
 
     def keep(self, put: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
         """``put``, remembering what the row has in its batch."""
@@ -101,7 +100,7 @@ class Trial:
         def both(site: str, value: Any) -> None:
             # Who did not ask for the padding wants it in, as masked=False says.
             if self.mask is not None and site in self.known and (self.whole or self.known[site].asked):
-                self.values[site] = _tensors(value, self.mask, self.row)
+                self.values[site] = _tensors(value, len(self.mask), self.mask, self.row)
             put(site, value)
 
         return both
@@ -113,7 +112,7 @@ class Trial:
         alone: dict[str, list[Tensor]] = {}
 
         def put(site: str, value: Any) -> None:
-            alone[site] = _tensors(value, None, 0)
+            alone[site] = _tensors(value, 1, None, 0)
 
         restore = calling.random_numbers()
         # A model that cannot run one row alone is not wrong for that: then there is nothing to compare.
@@ -129,13 +128,19 @@ class Trial:
 
     def _say(self, site: str, one: Tensor, other: Tensor) -> None:
         warn(
-            f"{shown(site)!r}: row {self.row} of a batch has other features alone and unpadded than in its padded batch "
-            f"(by up to {float((one - other).abs().max()):.3g}, where the largest is {float(other.abs().max()):.3g}): "
-            "the model itself lets padding in. Does it get the attention mask? Padded on the left, a model with "
+            f"{shown(site)!r}: row {self.row} of a batch has other features alone and unpadded than in its padded "
+            f"batch (by up to {float((one - other).abs().max()):.3g}, where the largest is "
+            f"{float(other.abs().max()):.3g}): the model itself lets padding in. Does it get the attention mask? Padded on the left, a model with "
             "absolute positions needs position_ids too: (mask.cumsum(1) - 1).clamp(min=0). Else make batches of rows "
             "of one length.",
             PaddingWarning,
         )
+
+
+def _row_to_try(mask: Tensor) -> int:
+    """The row with the most padding shows the most; of one position, time and batch could not be told apart."""
+    counts = mask.sum(1)
+    return int(counts.masked_fill(counts < 2, mask.shape[1]).argmin())
 
 
 def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
@@ -152,12 +157,12 @@ def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
     return None
 
 
-def _tensors(value: Any, mask: Tensor | None, row: int) -> list[Tensor]:
-    """The features of a row, without its padding."""
+def _tensors(value: Any, rows: int, mask: Tensor | None, row: int) -> list[Tensor]:
+    """The features of a row, without its padding; empty where there are more or fewer rows, which is told elsewhere."""
     found = []
     for tensor in tree.tensors(value):
-        if tensor.dim() and tensor.is_floating_point():
-            one = tensor[row] if row < len(tensor) else tensor[0]
+        if tensor.dim() and len(tensor) == rows and tensor.is_floating_point():
+            one = tensor[row]
             if mask is not None and tensor.dim() > 2 and tensor.shape[1] == mask.shape[1]:
                 one = one.index_select(0, mask[row].nonzero().squeeze(1).to(tensor.device))
             found.append(one.detach().clone())

@@ -67,12 +67,17 @@ def masks_in(inputs: Inputs, parameters: Sequence[str], also: Mapping[str, Any] 
             [ True, False]])}
     """
     named = dict(_named(inputs, parameters))
-    rows = next((len(t) for t in tree.tensors(inputs) if t.dim()), None)
+    tensors = [tensor for tensor in tree.tensors(inputs) if tensor.dim()]
+    rows = len(tensors[0]) if tensors else None
+    # What is only called mask, or did not reach the model, may be about anything: it must fit an input's positions.
+    widths = {size for tensor in tensors if tensor.dim() in (2, 3) for size in tensor.shape[1:]}
     # Beside one for padding, a plain mask says who may attend to whom.
     plain = not any(name.endswith(_PADDED) for name in parameters)
     found: dict[str, Tensor] = {}
     for name, value in {**(also or {}), **named}.items():
         if isinstance(value, Tensor) and value.dim() == 2 and len(value) == rows:
+            if (name not in named or name == "mask") and value.shape[1] not in widths:
+                continue
             mask = _mask(name, value, plain)
             if mask is not None:
                 found[name] = mask

@@ -47,6 +47,11 @@ class Masks:
 
     def at(self, rows: int, width: int) -> Tensor | None:
         fitting = [(name, mask) for name, mask in self.masks if mask.shape == (rows, width)]
+        if not fitting and any(mask.shape == (width, rows) for _, mask in self.masks):
+            raise TransformError(
+                f"the value has positions first, {rows} of them, and its {width} rows second. Dim 0 must be the rows: "
+                "begin with a function that makes it so, value.transpose(0, 1)."
+            )
         if not fitting:
             found = ", ".join(f"{name} {tuple(mask.shape)}" for name, mask in self.masks)
             raise TransformError(
