@@ -63,8 +63,8 @@ class Worked:
         if len({fingerprint.of_batch(batch) for batch in head}) < len(head):
             raise ExtractError(
                 f"the {workers} workers of an {type(self.loader.dataset).__name__} give the same rows, so that each "
-                "would be stored more than once. Let each worker give its own share (torch.utils.data.get_worker_info), "
-                "or load without workers: workers=0, or num_workers=0 in the DataLoader."
+                "would be stored more than once. Let each worker give its own share, by "
+                "torch.utils.data.get_worker_info, or load without workers: workers=0, or num_workers=0 in the loader."
             )
         return self._counted(itertools.chain(head, batches))
 

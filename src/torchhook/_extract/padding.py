@@ -127,12 +127,12 @@ class Trial:
         return True
 
     def _say(self, site: str, one: Tensor, other: Tensor) -> None:
+        most, largest = float((one - other).abs().max()), float(other.abs().max())
         warn(
             f"{shown(site)!r}: row {self.row} of a batch has other features alone and unpadded than in its padded "
-            f"batch (by up to {float((one - other).abs().max()):.3g}, where the largest is "
-            f"{float(other.abs().max()):.3g}): the model itself lets padding in. Does it get the attention mask? Padded on the left, a model with "
-            "absolute positions needs position_ids too: (mask.cumsum(1) - 1).clamp(min=0). Else make batches of rows "
-            "of one length.",
+            f"batch (by up to {most:.3g}, where the largest is {largest:.3g}): the model itself lets padding in. "
+            "Does it get the attention mask? Padded on the left, a model with absolute positions needs position_ids "
+            "too: (mask.cumsum(1) - 1).clamp(min=0). Else make batches of rows of one length.",
             PaddingWarning,
         )
 
