@@ -82,7 +82,7 @@ class Extras:
             return self.lengths
         value = _chosen(self.lengths, batch, start, good, "lengths")
         # Lengths count positions of what the batch holds: the width of a layer can be checked against that.
-        sizes = {size for tensor in tree.tensors(batch) for size in tensor.shape[1:]}
+        sizes = {size for tensor in tree.tensors(batch) if not tensor.is_nested for size in tensor.shape[1:]}
         try:
             return given("lengths=", value, len(good), sizes)
         except TransformError as error:

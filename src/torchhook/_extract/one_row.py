@@ -23,9 +23,8 @@ class Square:
 
     def see(self, site: str, value: Any) -> None:
         """Called with what passes a site: a transform may reduce the dim that shows it."""
-        self.found = self.found or (
-            self.rows > 1 and any(self.rows in tensor.shape[1:] for tensor in tree.tensors(value))
-        )
+        tensors = (tensor for tensor in tree.tensors(value) if not tensor.is_nested)  # those have no common shape
+        self.found = self.found or (self.rows > 1 and any(self.rows in tensor.shape[1:] for tensor in tensors))
 
 
 def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.device) -> None:

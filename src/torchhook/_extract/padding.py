@@ -151,7 +151,12 @@ def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
         return None  # of an encoder and a decoder, say: one row would have to be cut in two ways
     for padding in kinds.values():
         for tensor in tree.tensors(call):
-            if padding is not None and tensor.dim() > 1 and padding.fits(len(tensor), tensor.shape[1]):
+            if (
+                padding is not None
+                and not tensor.is_nested
+                and tensor.dim() > 1
+                and padding.fits(len(tensor), tensor.shape[1])
+            ):
                 with contextlib.suppress(ValueError):  # a row without a real position: the transform says so
                     return padding.at(len(tensor), tensor.shape[1])
     return None
@@ -161,7 +166,7 @@ def _tensors(value: Any, rows: int, mask: Tensor | None, row: int) -> list[Tenso
     """The features of a row, without its padding; empty where there are more or fewer rows, which is told elsewhere."""
     found = []
     for tensor in tree.tensors(value):
-        if tensor.dim() and len(tensor) == rows and tensor.is_floating_point():
+        if tensor.dim() and not tensor.is_nested and len(tensor) == rows and tensor.is_floating_point():
             one = tensor[row]
             if mask is not None and tensor.dim() > 2 and tensor.shape[1] == mask.shape[1]:
                 one = one.index_select(0, mask[row].nonzero().squeeze(1).to(tensor.device))
@@ -173,7 +178,7 @@ def _one_row(call: Inputs, mask: Tensor, row: int) -> Inputs:
     real = mask[row].nonzero().squeeze(1)
 
     def cut(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != len(mask):
+        if not tensor.dim() or tensor.is_nested or len(tensor) != len(mask):
             return tensor
         one = tensor[row : row + 1]
         wide = tensor.dim() > 1 and tensor.shape[1] == mask.shape[1]

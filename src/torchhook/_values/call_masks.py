@@ -67,7 +67,7 @@ def masks_in(inputs: Inputs, parameters: Sequence[str], also: Mapping[str, Any] 
             [ True, False]])}
     """
     named = dict(_named(inputs, parameters))
-    tensors = [tensor for tensor in tree.tensors(inputs) if tensor.dim()]
+    tensors = list(_with_rows(inputs))
     rows = len(tensors[0]) if tensors else None
     # What is only called mask, or did not reach the model, may be about anything: it must fit an input's positions.
     widths = {size for tensor in tensors if tensor.dim() in (2, 3) for size in tensor.shape[1:]}
@@ -82,6 +82,11 @@ def masks_in(inputs: Inputs, parameters: Sequence[str], also: Mapping[str, Any] 
             if mask is not None:
                 found[name] = mask
     return CallMasks(found, named.keys())
+
+
+def _with_rows(inputs: Inputs) -> Iterator[Tensor]:
+    """Tensors of which dim 0 may be the rows; nested ones have rows of their own lengths, and no padding."""
+    return (tensor for tensor in tree.tensors(inputs) if tensor.dim() and not tensor.is_nested)
 
 
 def _named(inputs: Inputs, parameters: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -114,12 +119,14 @@ def look_padded(inputs: Inputs, pads: Collection[int], likely: Collection[int] =
     >>> look_padded(Inputs((torch.tensor([[5, 6, 7], [8, 1, 1]]),), {}), {1})
     True
     """
-    for tensor in tree.tensors(inputs):
+    for tensor in _with_rows(inputs):
         if tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex() and tensor.shape[1] > 1:
             sure = any(_uneven(tensor == pad, least=1) for pad in pads)
             return sure or any(_uneven(tensor == pad, least=2) for pad in likely)
         if tensor.dim() == 3 and tensor.is_floating_point() and tensor.shape[1] > 1:
-            return _uneven((tensor == 0).all(-1), least=2)
+            # The ends first: to look at every number of every batch would take as long as to load it.
+            ends = (tensor[:, [0, -1]] == 0).all(-1)
+            return bool(ends.any()) and _uneven((tensor == 0).all(-1), least=2)
     return False
 
 
