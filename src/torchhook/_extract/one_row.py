@@ -14,17 +14,24 @@ from torchhook.errors import DataWarning, ExtractError, TransformError, warn
 
 
 class Square:
-    """Whether anything in a batch, or among the values that it gives, has another dim as long as the rows."""
+    """Whether a batch has as many positions as rows, or gives values whose second dim is as long as their first.
+
+    Values ``(N, C)`` are left alone: they have no time, and the width of many a layer is the size of a batch.
+    """
 
     def __init__(self, batch: Any, rows: int) -> None:
         self.rows, self.found = rows, False
         if rows > 1:  # one row tells nothing that the batch does not
+            ids = (t for t in tree.tensors(batch) if t.dim() == 2 and not t.is_floating_point() and not t.is_nested)
+            self.found = any(tensor.shape[1] == rows for tensor in ids)
             self.see("", batch)
 
     def see(self, site: str, value: Any) -> None:
         """Called with what passes a site: a transform may reduce the dim that shows it."""
-        tensors = (tensor for tensor in tree.tensors(value) if not tensor.is_nested)  # those have no common shape
-        self.found = self.found or (self.rows > 1 and any(self.rows in tensor.shape[1:] for tensor in tensors))
+        if self.rows > 1 and not self.found:
+            # Nested ones have no common shape.
+            deep = (tensor for tensor in tree.tensors(value) if tensor.dim() > 2 and not tensor.is_nested)
+            self.found = any(tensor.shape[1] == self.rows for tensor in deep)
 
 
 def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.device) -> None:
