@@ -327,6 +327,17 @@ def test_a_model_that_lets_padding_in_itself_is_told(tmp_path):
         E(model, loader, "encoder.layer.1", tmp_path, transform=tf.pool())
 
 
+@pytest.mark.parametrize("how", ["autocast", "halves"])
+def test_rounding_is_not_taken_for_padding(tmp_path, how):
+    model = llama() if how == "autocast" else llama().bfloat16()
+    loader = DataLoader(sentences(), batch_size=8, collate_fn=padded)
+    options = {"autocast": torch.bfloat16} if how == "autocast" else {}
+    features = E(model, loader, "layers.1", tmp_path, transform=tf.pool(), **options)
+    (column,) = list(features)
+    whole = alone(model, "layers.1", lambda hidden: hidden.mean(1)).float()
+    torch.testing.assert_close(features[column][:].float(), whole, atol=0.03, rtol=0.1)
+
+
 def test_a_padded_batch_may_come_late(tmp_path):
     model = bert()
     rows = [torch.arange(5, 10)] * 8 + [torch.arange(7, 9), torch.arange(5, 12)]

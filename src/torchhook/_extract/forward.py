@@ -81,7 +81,7 @@ class Forward:
         known = self.padding(given, batch, said, wanted=any(self.transforms.values()))
         call = inputs.move(given, device)
         # One padded batch tells as much as all of them.
-        trial = Trial(call, known, whole=bool(said)) if known and not self.padding.tried else None
+        trial = Trial(call, known, bool(said), self._in_halves()) if known and not self.padding.tried else None
         self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
@@ -110,6 +110,10 @@ class Forward:
             self.model(*call.args, **call.kwargs)
         for site, why in session.recording.missing.items():
             raise ExtractError(f"{shown(site)!r} did not run: {why}")
+
+    def _in_halves(self) -> bool:
+        """Whether numbers are rounded so much that those of two batches may differ."""
+        return bool(self.autocast) or any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if not self.autocast:
