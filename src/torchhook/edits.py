@@ -395,7 +395,6 @@ def _fit(recorded: Any, value: Any, site: Site) -> Any:
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):  # their classes may differ: a loaded recording has others
         raise _mismatch(site, "structure", _kind(value), _kind(recorded))
-    fitted = (
-        placed_like(new.to(old.device, old.dtype, copy=True), old) for old, new in zip(before, after, strict=True)
-    )
+    pairs = zip(before, after, strict=True)
+    fitted = (placed_like(new.to(old.device, old.dtype, copy=True), old) for old, new in pairs)
     return tree.with_tensors(value, fitted)

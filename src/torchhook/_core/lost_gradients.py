@@ -40,7 +40,7 @@ class Units:
         return bool(self._by_path)
 
     def checked(self, site: Site) -> Callable[[Any], Any] | None:
-        """Has a value at a site say, when a gradient comes back to it, whether that is lost; ``None`` if it never is."""
+        """Has a value at a site say, when a gradient comes back to it, whether it is lost; ``None`` if it never is."""
         above = [path for path in self._by_path if not path or site.path == path or site.path.startswith(f"{path}.")]
         path = max(above, key=len, default=None)
         if path is None or (site.path == path and site.op is None and site.port == "output"):

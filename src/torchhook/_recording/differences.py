@@ -22,6 +22,7 @@ from torchhook._recording.counterparts import Counterparts, Names
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.tables import Table
 from torchhook._values import tree
+from torchhook._values.subclasses import local
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
@@ -345,7 +346,7 @@ def _plain_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
         return torch.from_numpy(np.ascontiguousarray(leaf))
-    return leaf
+    return local(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _shape(tensor: Tensor) -> Any:
