@@ -165,7 +165,7 @@ def test_a_program_is_fed_too() -> None:
 
 
 def test_one_layer_of_a_language_model_is_all_that_differs() -> None:
-    """With caches and keyword arguments: all other layers, and the blocks around it, get and return what those of A do."""
+    """With caches and keyword arguments: all other layers, and the blocks around it, return what those of A do."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
 import torchhook as th
-from tests.distributed.models import WRAPPED, batch, ddp, fsdp1, fsdp2, gradients, loss, share
+from tests.distributed.models import WRAPPED, batch, ddp, fsdp1, gradients, loss, share
+from torchhook import edits
 
 NORM, VALUE = 0.5, 0.2
 
@@ -66,16 +68,18 @@ def without_sync() -> Any:
 
 
 def one_rank_clips() -> Any:
-    model = fsdp2()
-    if distributed.get_rank() == 1:
-        loss(model(share(batch()))).backward()
-        return "not clipped"
-    try:
-        with th.clip_gradients(model, norm=NORM):
-            loss(model(share(batch()))).backward()
-    except th.errors.SessionError as error:
-        return str(error)
-    return "no error"
+    found = {}
+    for kind, make in WRAPPED.items():
+        for name, limit in (("norm", th.clip_gradients), ("edit", th.edit)):
+            model = make()
+            what: Any = {"norm": NORM} if name == "norm" else {"edits": {"head.weight:grad": edits.zero()}}
+            try:
+                with limit(model, **what) if distributed.get_rank() == 0 else contextlib.nullcontext():
+                    loss(model(share(batch()))).backward()
+                found[kind, name] = "no error"
+            except th.errors.SessionError as error:
+                found[kind, name] = str(error)
+    return found
 
 
 def trained() -> Any:

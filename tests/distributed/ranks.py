@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 2
+_ROOT = Path(__file__).parents[2]
 _WAIT = 20  # seconds that a collective waits for the other rank
 _LIMIT = 150  # seconds for all scenarios of a module
 
@@ -59,9 +60,11 @@ def run(module: str, only: Sequence[str] | None = None, limit: float = _LIMIT) -
     """Run the scenarios of a module on all ranks."""
     names = scenarios(module) if only is None else list(only)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([p for p in sys.path if p])}
+        paths = os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         logs = [(Path(folder) / f"log{rank}").open("w+b") for rank in range(WORLD)]
-        command = [sys.executable, "-m", "tests.distributed.ranks"]
+        # Another interpreter, with another version of torch, may be tried against what this one expects.
+        command = [os.environ.get("RANKS_PYTHON", sys.executable), "-m", "tests.distributed.ranks"]
         ranks = [
             subprocess.Popen(
                 [*command, module, folder, str(rank), str(limit), *names], env=environment, stdout=log, stderr=log

@@ -1,7 +1,7 @@
 """A loss on a value that was kept alive, where FSDP has taken the weights behind it apart.
 
-FSDP gathers weights for the backward pass, and takes their gradients, when a gradient comes in at the output of the module
-that it wraps. One that begins inside, at a kept value, finds the weights taken apart: FSDP2 then loses it without a word.
+FSDP gathers weights for the backward pass, and takes their gradients, when a gradient comes in at the output of the
+module that it wraps. One that begins inside, at a kept value, finds them taken apart: FSDP2 loses it without a word.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Units:
         return bool(self._by_path)
 
     def checked(self, site: Site) -> Callable[[Any], Any] | None:
-        """Has a value at a site say, when a gradient comes back to it, whether that would be lost; ``None`` if never."""
+        """Has a value at a site say, when a gradient comes back to it, whether it is lost; ``None`` if it never is."""
         above = [path for path in self._by_path if not path or site.path == path or site.path.startswith(f"{path}.")]
         path = max(above, key=len, default=None)
         if path is None or (site.path == path and site.op is None and site.port == "output"):
@@ -85,7 +85,7 @@ def _refuse(unit: Any, site: Site, path: str) -> None:
     if not expects_gradients(unit):
         inside = repr(path) if path else "the model"
         raise SessionError(
-            f"{site.shown!r}: a loss on this value alone would lose the gradients of the weights behind it. FSDP has taken "
-            f"them apart, and gathers them again only for a gradient that comes through the output of {inside}. Take the "
-            f"loss on {inside} instead, or add it to one on the model's output and call backward on the sum."
+            f"{site.shown!r}: a loss on this value alone would lose the gradients of the weights behind it. FSDP has "
+            f"taken them apart, and gathers them again only for a gradient that comes through the output of {inside}. "
+            f"Take the loss on {inside} instead, or add it to one on the model's output and call backward on the sum."
         )

@@ -1,7 +1,7 @@
 """Whether the other ranks do the same: asked before anything for which all of them are needed.
 
-A collective that one rank alone begins waits until the process group gives up, half an hour later. So ranks leave word in
-the store of the process group, which nobody waits for, and whoever needs the others looks there first.
+A collective that one rank alone begins waits until the process group gives up, half an hour later. So ranks leave word
+in the store of the process group, which nobody waits for, and whoever needs the others looks there first.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Together:
         absent = self.missing(groups)
         if absent:
             raise SessionError(
-                f"{where}: its parts lie on several ranks, and rank {', '.join(map(str, absent))} has nothing open that "
-                "would put them together. Open the same on every rank, or capture with gather='local', which needs no "
-                "other rank."
+                f"{where}: it is shared with other ranks, and rank {', '.join(map(str, absent))} has nothing open that "
+                "does the same. Open it on every rank; only a capture with gather='local' needs no other."
             )

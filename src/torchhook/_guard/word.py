@@ -47,8 +47,8 @@ class Word:
         with contextlib.suppress(RuntimeError):  # the store is gone, and its rank with it
             self._tell(f"rank {rank}: {finding}", rank)
         return (
-            f"  This is rank {rank} of {ranks}. The others will wait for it in their next collective, until the process "
-            "group's timeout: let the error end this process, so that its launcher ends theirs."
+            f"  This is rank {rank} of {ranks}. The others will wait for it in their next collective, until the "
+            "process group's timeout: let the error end this process, so that its launcher ends theirs."
         )
 
     def _tell(self, text: str, rank: int) -> None:

@@ -117,8 +117,8 @@ def _part(tensor: Tensor) -> Tensor:
     part = local(tensor.detach())
     if is_partial(tensor) or part.shape != tensor.shape:
         warn(
-            f"a DTensor of shape {tuple(tensor.shape)} is saved as this rank's part of it, {tuple(part.shape)}. To save "
-            "the whole, capture it with gather='full' on every rank.",
+            f"a DTensor of shape {tuple(tensor.shape)} is saved as this rank's part of it, {tuple(part.shape)}. To "
+            "save the whole, capture it with gather='full' on every rank.",
             UserWarning,
         )
     return part

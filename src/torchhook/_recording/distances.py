@@ -63,7 +63,7 @@ def _plain_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
         return torch.from_numpy(np.ascontiguousarray(leaf))
-    return leaf
+    return local(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def shape(tensor: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Tensors whose elements are not all here: the parts of a DTensor, and memory that was given back.
 
-One way for all who read or make values: ``local`` is what lies on this rank, ``full`` the whole, for which every rank of
-the mesh has to ask.
+One way for all who read or make values: ``local`` is what lies on this rank, ``full`` the whole, for which every rank
+of the mesh has to ask.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def full(tensor: Tensor) -> Tensor:
     >>> full(torch.ones(3))
     tensor([1., 1., 1.])
     """
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
