@@ -15,11 +15,12 @@ from torchhook.errors import SessionError
 
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the module's own parameters or buffers are elsewhere now."""
-    # accelerate's mark on the modules that it takes care of. A model that is on the meta device otherwise is meant so.
-    if getattr(module, "_hf_hook", None) is None:
-        return False
     own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.device.type == "meta" for tensor in own)
+    if all(tensor is None or tensor.device.type != "meta" for tensor in own):
+        return False
+    # accelerate leaves a hook of its own with the modules that it takes care of. A model that is on the meta device
+    # without one is meant to be there.
+    return any(type(held).__module__.partition(".")[0] == "accelerate" for held in vars(module).values())
 
 
 def has_offloaded(model: nn.Module) -> bool:
