@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._values import tree
+from torchhook._values import elements, tree
 from torchhook._values.value_object import ValueObject, shown
 from torchhook.errors import EditError
 
@@ -380,7 +380,7 @@ def _change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name
 def _like(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
     given = torch.as_tensor(new)
-    if not torch.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
+    if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise _mismatch(site, "dtype", old.dtype, given.dtype)
     tensor = given.to(old.device, old.dtype)
     try:

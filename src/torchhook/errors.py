@@ -25,6 +25,7 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "CompiledWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -180,6 +182,10 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
+class CompiledWarning(UserWarning):
+    """A compiled model runs eagerly inside a session; said once in a process."""
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
@@ -258,7 +264,12 @@ _INSTALLED_AS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add to an error that ends a run what its reader may want to know."""
+    """Add to an error that passes through what its reader may want to know."""
     add = getattr(error, "add_note", None)  # Python 3.11
     if add is not None:
-        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")
+        add(f"torchhook: {text}")
+
+
+def note_of_run(error: BaseException, text: str) -> None:
+    """The same, of an error that ends the filling of a store."""
+    note(error, f"{text} Committed shards are safe: the same call does only what is missing.")
