@@ -18,7 +18,7 @@ class Index:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}{_of_program(model)}")
         self._root = model
         self.modules = dict(walk(model))
 
@@ -54,6 +54,12 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def _of_program(value: object) -> str:
+    if type(value).__name__ != "ExportedProgram":
+        return ""
+    return ": torch.export.unflatten(program) makes a module of it whose layers are called"
 
 
 def is_callable(module: nn.Module) -> bool:
