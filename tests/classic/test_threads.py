@@ -81,6 +81,7 @@ def test_own_sessions_serve_many_threads(net: Net) -> None:
     assert clean(net)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_compiled_extractor_serves_many_threads(net: Net, broken: bool) -> None:

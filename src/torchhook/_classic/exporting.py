@@ -47,6 +47,7 @@ def _is_cache(key: Any, value: Any) -> bool:
 
 def to_onnx(
     wrapper: nn.Module,
+    paths: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     path: str | os.PathLike[str] | None,
@@ -58,18 +59,19 @@ def to_onnx(
     program = torch.export.export(wrapper, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     with torch.no_grad():
         result = program.module()(*args, **kwargs)
-    return torch.onnx.export(program, (), path, output_names=output_names(result), dynamo=True, **options)
+    return torch.onnx.export(program, (), path, output_names=output_names(result, paths), dynamo=True, **options)
 
 
-def output_names(result: Any) -> list[str]:
-    """The names of the tensors that an exported wrapper returns, in order.
+def output_names(result: Any, paths: list[str]) -> list[str]:
+    """The names of the tensors that an exported wrapper of ``paths`` returns, in order.
 
     >>> x = torch.ones(1)
-    >>> output_names(({"fc": x, "lstm": (x, x)}, x))
+    >>> output_names(({"fc": x, "lstm": (x, x)}, x), ["fc", "lstm"])
     ['fc', 'lstm.0', 'lstm.1', 'output']
     """
     features, output = result if isinstance(result, tuple) else (result, None)
-    named = features if isinstance(features, dict) else {"feature": features}
+    # Of a single layer, the value itself; only of several is there a dict by path.
+    named = features if isinstance(features, dict) and features.keys() >= set(paths) else {paths[0]: features}
     names = _leaf_names(named)
     return names + _leaf_names({"model_output" if "output" in named else "output": output})
 

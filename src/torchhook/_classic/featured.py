@@ -214,7 +214,7 @@ class Featured(Facade):
         ``inputs`` is what the model is called with: a tuple of arguments, a dict of keywords, or the one argument.
         ``dynamic_shapes`` is as in ``torch.export``; other options go to ``torch.onnx.export``.
         """
-        return to_onnx(self, *calling.arguments(inputs), path, dynamic_shapes, options)
+        return to_onnx(self, [path for path, _ in self._targets(Index(self.model))], *calling.arguments(inputs), path, dynamic_shapes, options)
 
 
 _NOT_COMPILED = (

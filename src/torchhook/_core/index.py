@@ -18,7 +18,7 @@ class Index:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}{_of_program(model)}")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
         self._root = model
         self.modules = dict(walk(model))
 
@@ -56,10 +56,12 @@ class Index:
         return self._names.get(id(module), [])
 
 
-def _of_program(value: object) -> str:
-    if type(value).__name__ != "ExportedProgram":
-        return ""
-    return ": torch.export.unflatten(program) makes a module of it whose layers are called"
+def described(value: object) -> str:
+    """What somebody has given for a model, and what would be one."""
+    kind = type(value).__name__
+    if kind != "ExportedProgram":
+        return kind
+    return f"{kind}: torch.export.unflatten(program) makes a module of it whose layers are called"
 
 
 def is_callable(module: nn.Module) -> bool:
