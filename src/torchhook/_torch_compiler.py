@@ -27,15 +27,15 @@ follows_descriptors = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 """Whether ``torch.export`` can call a ``forward`` that a descriptor gives."""
 
 
+# Found when this is imported: a function that names torch itself is followed by the compiler, which warns of this one.
+_frame_callback: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
+)
+
+
 def in_compiled_code() -> bool:
     """Whether the compiler follows the code that runs, or runs what it could not follow: it knows no new hooks."""
     return in_trace() or (compiler_is_loaded() and _frame_callback() is not None)
-
-
-def _frame_callback() -> Any:
-    """What the interpreter asks before it runs a function, in this thread."""
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    return getattr(frames, "get_eval_frame_callback", lambda: None)()
 
 
 # -- compiled modules -------------------------------------------------------------------------------

@@ -28,17 +28,15 @@ Transform = Callable[[Any], Any]
 Named = list[tuple[str, Any]]
 
 
-def forward(self: Featured, *args: Any, **kwargs: Any) -> Any:
-    """Call the model: what this wrapper adds to its output, as the class says."""
-    return self._result(*self._run(args, kwargs))
-
-
 class _Forward:
     """``forward`` with the arguments of the model's own, whose names ``torch.export`` knows dynamic shapes by."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
     def __get__(self, wrapper: Featured | None, kind: type[Featured] | None = None) -> Any:
         if wrapper is None:
-            return forward
+            return self.function
         # The compiler does not follow the making of a method, and has no use for names.
         return wrapper._call_model if _torch_compiler.in_trace() else types.MethodType(wrapper._signed, wrapper)
 
@@ -70,8 +68,13 @@ class Featured(Facade):
         self._attached = self._attach(targets, changes) if attach else None
         self._signed = _signed(model)
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and return what the class says."""
+        return self._result(*self._run(args, kwargs))
+
     _call_model = forward
-    forward = _Forward() if _torch_compiler.follows_descriptors else forward
+    if _torch_compiler.follows_descriptors:
+        forward = _Forward(forward)  # type: ignore[assignment]
 
     def _result(self, named: Named, output: Any) -> Any:
         """What a call returns, of the features and the model's output."""
@@ -229,13 +232,14 @@ _COMPILED_BEFORE = (
 
 def _signed(model: nn.Module) -> Callable[..., Any]:
     """``forward`` with the arguments of a model's own."""
-    function = types.FunctionType(forward.__code__, forward.__globals__, "forward", closure=forward.__closure__)
+    known = Featured._call_model
+    function = types.FunctionType(known.__code__, known.__globals__, "forward", closure=known.__closure__)
     try:
-        known = inspect.signature(unwrapped(model).forward)
+        signature = inspect.signature(unwrapped(model).forward)
     except (TypeError, ValueError):  # a builtin
         return function
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    rest = [p.replace(annotation=inspect.Parameter.empty) for p in known.parameters.values()]
+    rest = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     function.__signature__ = inspect.Signature([this, *rest])  # type: ignore[attr-defined]
     return function
 

@@ -185,6 +185,7 @@ class Session:
     def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
+        self._given_as = ""  # one that is refused was not forgotten
         hooks.refuse_compiled_code()
         hooks.eager_stance.say_once(self.index.is_compiled)
         self._taps.complete()
