@@ -263,13 +263,13 @@ def _packages_of(extra: str) -> list[str]:
 _INSTALLED_AS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
-def note(error: BaseException, text: str) -> None:
+def hint(error: BaseException, text: str) -> None:
     """Add to an error that passes through what its reader may want to know."""
     add = getattr(error, "add_note", None)  # Python 3.11
     if add is not None:
         add(f"torchhook: {text}")
 
 
-def note_of_run(error: BaseException, text: str) -> None:
-    """The same, of an error that ends the filling of a store."""
-    note(error, f"{text} Committed shards are safe: the same call does only what is missing.")
+def note(error: BaseException, text: str) -> None:
+    """Add to an error that ends a run what its reader may want to know."""
+    hint(error, f"{text} Committed shards are safe: the same call does only what is missing.")

@@ -245,16 +245,19 @@ def test_a_stance_that_the_user_sets_inside_a_session_outlives_it(net: Net) -> N
 # -- losses on features ----------------------------------------------------------------------------------------------
 
 
+def trained_on(net: Net, keep: str) -> None:
+    with th.capture(net, "a", keep=keep) as rec:
+        net(X)
+        rec["a"].sum().backward()
+
+
 def test_a_loss_on_a_value_without_a_graph_says_how_to_keep_it() -> None:
     net = Net()
-    with pytest.raises(RuntimeError, match="does not require grad") as caught, th.capture(net, "a") as rec:
-        net(X)
-        rec["a"].sum().backward()
+    with pytest.raises(RuntimeError, match="does not require grad") as caught:
+        trained_on(net, keep="copy")
     notes = getattr(caught.value, "__notes__", ["keep='live'"])  # Python 3.11
     assert any("keep='live'" in text for text in notes)
-    with th.capture(net, "a", keep="live") as rec:
-        net(X)
-        rec["a"].sum().backward()
+    trained_on(net, keep="live")
     assert net.a.bias.grad is not None
     with pytest.raises(RuntimeError, match="does not require grad") as caught, th.capture(net, "a", keep="live"):
         torch.zeros(1).backward()

@@ -154,11 +154,14 @@ class _StaticTap(taps.Tap):
             kept = value if self.transform is None else self.transform(value)
             # The compiler drops a clone where nothing overwrites the value.
             values[self.key].append(kept.clone() if isinstance(kept, Tensor) else tree.map_tensors(torch.clone, kept))
-            if self.scope_to_end is not None and not torch.compiler.is_compiling():
-                if all(len(values[key]) >= times for key, times in self.needed.items()):
-                    raise Stop(self.scope_to_end)
+            ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
+            if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
+                raise Stop(self.scope_to_end)  # type: ignore[arg-type]
         running.pop()
         return value
+
+    def attach(self, module: nn.Module) -> RemovableHandle:
+        raise NotImplementedError("operations are heard by a mode, and have no hook")
 
 
 class _OutputTap(_StaticTap):
@@ -201,7 +204,6 @@ class _Enter(taps.Tap):
 
 class _Leave(_Enter):
     """Notes that it has run, also when it raised; first of all hooks, so that the others run outside of it."""
-
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         state = getattr(self.call, "state", None)
@@ -271,10 +273,7 @@ def _is_called(function: Any, operation: _Operation) -> bool:
     if not _torch_compiler.in_trace():
         return functional.op_name(function) == operation.name
     # The compiler can compare functions, and not read their names.
-    for known in operation.functions:
-        if function is known:
-            return True
-    return False
+    return any(function is known for known in operation.functions)
 
 
 def _passed(function: Any, operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

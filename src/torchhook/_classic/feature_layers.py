@@ -117,9 +117,7 @@ class FeatureExtractor(Featured):
         stop: bool = False,
     ) -> None:
         """Look the names up; with ``attach=True``, put the hooks on the model."""
-        super().__init__(
-            model, layer_names, attach=attach, transform=transform, edit=edit, caches=caches, stop=stop
-        )
+        super().__init__(model, layer_names, attach=attach, transform=transform, edit=edit, caches=caches, stop=stop)
         self.layer_names = self.paths
 
     def _result(self, named: Named, output: Any) -> Any:

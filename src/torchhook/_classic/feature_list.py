@@ -45,7 +45,7 @@ class FeatureList(list[Any]):
         return iter(self._named.items())
 
 
-# For what maps over nested values. An exported program never holds one: it has to load where torchhook is not installed.
+# For what maps over nested values. An exported program holds none: it loads where torchhook is not installed.
 register_pytree_node(
     FeatureList, lambda f: (list(f), f._paths), lambda new, paths: FeatureList(list(zip(paths, new, strict=True)))
 )

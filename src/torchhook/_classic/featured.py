@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchhook import _torch_compiler, edits
 from torchhook._classic.attached import Attached, Kept, Wanted
@@ -84,7 +84,11 @@ class Featured(Facade):
 
     def __getstate__(self) -> dict[str, Any]:
         # The compiled call is the original's, and a function with a signature of its own cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_signed", _torch_compiler.COMPILED_CALL)}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_signed", _torch_compiler.COMPILED_CALL)
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -217,12 +221,19 @@ class Featured(Facade):
         ``inputs`` is what the model is called with: a tuple of arguments, a dict of keywords, or the one argument.
         ``dynamic_shapes`` is as in ``torch.export``; other options go to ``torch.onnx.export``.
         """
-        return to_onnx(self, [path for path, _ in self._targets(Index(self.model))], *calling.arguments(inputs), path, dynamic_shapes, options)
+        return to_onnx(
+            self,
+            [path for path, _ in self._targets(Index(self.model))],
+            *calling.arguments(inputs),
+            path,
+            dynamic_shapes,
+            options,
+        )
 
 
 _NOT_COMPILED = (
-    "this wrapper puts its hooks on for each call and takes them away again, which compiled code cannot follow. Make it "
-    "with attach=True, as in torch.compile(th.FeatureLayers(model, names, attach=True)): then it is compiled whole."
+    "this wrapper puts its hooks on for each call and takes them away again, which compiled code cannot follow. Make "
+    "it with attach=True, as in torch.compile(th.FeatureLayers(model, names, attach=True)): then it is compiled whole."
 )
 _COMPILED_BEFORE = (
     "the model was compiled and called before the hooks were there, and compiled code ignores later ones "

@@ -166,8 +166,8 @@ class _EagerStance:
             return
         self.said = True
         warn(
-            "this model is compiled, and runs eagerly while a session is open: compiled code ignores the session's hooks. "
-            "For compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
+            "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. For "
+            " compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
             CompiledWarning,
         )
 

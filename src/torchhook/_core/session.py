@@ -26,7 +26,7 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, note, warn
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -269,7 +269,7 @@ class Session:
         """A loss on a value that is off the graph: torch does not know who took it off."""
         detached = any(keep.mode in ("copy", "clone") for keep in self._keeps)
         if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            note(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
+            hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""

@@ -18,7 +18,7 @@ from torchhook._extract.sources import Source
 from torchhook._extract.writer import Done, Writer
 from torchhook._features.api import Manifest, Store
 from torchhook._values.host_copies import HostCopies
-from torchhook.errors import ExtractError, note_of_run
+from torchhook.errors import ExtractError, note
 
 SLABS = 4  # one that is being filled, and one for each of three writers
 Wanted = Callable[[int], bool]
@@ -92,7 +92,7 @@ def _finish(writer: Writer, error: BaseException) -> None:
         writer.close()
     except BaseException as other:
         if other is not error:
-            note_of_run(error, f"A shard could not be written either: {other}")
+            note(error, f"A shard could not be written either: {other}")
 
 
 class _Run:
@@ -115,7 +115,7 @@ class _Run:
                 # By hand, so that an error of the data is told apart from one of the model.
                 batch = next(batches, None)
             except Exception as error:
-                note_of_run(error, f"Raised while loading the rows after row {end - 1}." if end else "Raised by the data.")
+                note(error, f"Raised while loading the rows after row {end - 1}." if end else "Raised by the data.")
                 raise
             if batch is None:
                 break
@@ -174,7 +174,7 @@ class _Run:
             self._run(batch, slabs)
         except Exception as error:
             if not self.task.skip:
-                note_of_run(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
+                note(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
                 raise
             for one in batch.singles() if batch.span > 1 else ():
                 self._features(one, slabs)

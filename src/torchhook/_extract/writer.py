@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchhook._extract.slabs import Slab, check_values
 from torchhook._features.api import Manifest, Store
-from torchhook.errors import note_of_run
+from torchhook.errors import note
 
 _NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may overflow
 
@@ -93,7 +93,7 @@ class Writer:
                 self._commit(slab)
             except BaseException as error:
                 # The other shards are still written: what is done is done.
-                note_of_run(error, f"Raised while shard {slab.shard} was written.")
+                note(error, f"Raised while shard {slab.shard} was written.")
                 self._error = self._error or error
             self._free.put(slab)  # after an error too, or take would wait for ever
 
