@@ -26,6 +26,8 @@ NeverOpenedWarning       (UserWarning)                 a session or tool was dro
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
+PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ __all__ = [
     "ArgumentError",
     "BrokenShardError",
     "CompiledWarning",
+    "DataWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -57,6 +60,7 @@ __all__ = [
     "NeverRanError",
     "NeverRanWarning",
     "NoAttentionError",
+    "PaddingWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -184,6 +188,14 @@ class TrainingWarning(UserWarning):
 
 class CompiledWarning(UserWarning):
     """A compiled model runs eagerly inside a session; said once in a process."""
+
+
+class DataWarning(UserWarning):
+    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
+
+
+class PaddingWarning(UserWarning):
+    """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
 
 
 def warn(message: str, category: type[Warning]) -> None:
