@@ -196,11 +196,8 @@ class Featured(Facade):
     # -- compiling and exporting ------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile this wrapper in place, as ``nn.Module.compile`` does; with ``attach=True``.
-
-        With CUDA graphs (``mode="reduce-overhead"``), what it returns is copied out of them: the next call writes over
-        what is inside. ``torch.compile(wrapper)`` cannot do that.
-        """
+        """Compile in place, as ``nn.Module.compile`` does, and copy what is returned out of CUDA graphs."""
+        # The next call would write over it; torch.compile(wrapper) has no place to do that.
         if self._attached is None:
             raise SessionError(_NOT_COMPILED)
         super().compile(*args, **kwargs)
@@ -216,11 +213,7 @@ class Featured(Facade):
         dynamic_shapes: Any = None,
         **options: Any,
     ) -> Any:
-        """Export to ONNX, to ``path`` if given: the outputs are called as the sites are, and ``output``.
-
-        ``inputs`` is what the model is called with: a tuple of arguments, a dict of keywords, or the one argument.
-        ``dynamic_shapes`` is as in ``torch.export``; other options go to ``torch.onnx.export``.
-        """
+        """Export to ONNX, called with ``inputs``; its outputs have the names of the sites, and ``output``."""
         return to_onnx(
             self,
             [path for path, _ in self._targets(Index(self.model))],
