@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchhook._features import shards
+from torchhook._features import formats, shards
 from torchhook._recording.address import MODEL
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._version import __version__
@@ -19,7 +19,6 @@ from torchhook.errors import ExtractError
 
 NAME = "store.json"
 IDS, LABELS = ":ids", ":labels"  # no addresses of sites: these are no ports
-_FORMAT = "torchhook-features"
 # Not row_bytes and about: they may differ between runs that write the same bytes.
 _COMPARED = {
     "sites": "sites",
@@ -143,18 +142,19 @@ class Manifest:
         # Not asdict: it would take the columns apart too, and JSON knows no dtypes.
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["columns"] = [column.to_json() for column in self.columns]
-        return json.dumps({"format": _FORMAT, "version": 1, **data}, indent=1)
+        return json.dumps(formats.sealed({"format": formats.FORMAT, "version": formats.VERSION, **data}), indent=1)
 
     @classmethod
     def from_json(cls, text: bytes | str, where: str) -> Manifest:
         try:
-            data = json.loads(text)
-            if data.pop("format") != _FORMAT or data.pop("version") != 1:
-                raise ValueError("another format or version")
+            data = formats.current(json.loads(text))
             data["columns"] = tuple(ColumnSpec.from_json(column) for column in data["columns"])
             return cls(**{**data, "sites": tuple(data["sites"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ExtractError(f"{where}/{NAME} is not the manifest of a feature store: {error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ExtractError(
+                f"{where}/{NAME} is not the manifest of a feature store: {error}. Take it from a backup, or begin again "
+                "with resume=False."
+            ) from error
 
     def differences(self, other: Manifest) -> list[str]:
         """What differs from ``other``, as sentences; empty when both would write the same bytes."""
