@@ -64,7 +64,7 @@ def test_a_store_of_a_later_version_is_refused_by_name(tmp_path):
 def test_a_manifest_that_was_altered_is_refused(tmp_path):
     manifest = store(tmp_path / "f")
     manifest.write_text(manifest.read_text().replace('"rows_per_shard": 10', '"rows_per_shard": 20'))
-    with pytest.raises(ExtractError, match=r"it was altered\. Take it from a backup, or begin again with resume=False"):
+    with pytest.raises(ExtractError, match=r"it was altered\. Take it from a backup, .* begin again with resume=False"):
         open_features(tmp_path / "f")
 
 

@@ -37,12 +37,11 @@ def _crc(data: Mapping[str, Any]) -> str:
 
 
 def current(data: dict[str, Any]) -> dict[str, Any]:
-    """What a ``store.json`` of any version says, as one of today would say it, without its marks; or a ``ValueError``."""
-    version = data.get("version")
-    if data.get("format") != FORMAT or version not in range(1, VERSION + 1):
-        raise ValueError(
-            f"another format or version ({data.get('format')} {version}, and this TorchHook knows {FORMAT} 1 to {VERSION})"
-        )
+    """What a ``store.json`` of any version says, as one of today would; a ``ValueError`` if it cannot be known."""
+    name, version = data.get("format"), data.get("version")
+    if name != FORMAT or version not in range(1, VERSION + 1):
+        known = f"{FORMAT} 1 to {VERSION}"
+        raise ValueError(f"another format or version ({name} {version}, and this TorchHook knows {known})")
     if version == 1:
         plain = dict(data)
         # A flipped bit is found only in later ones; but a store cannot be read wrongly: shards know their columns.
