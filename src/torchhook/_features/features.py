@@ -64,7 +64,7 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(store.storage, sizes, mapped)
+        self._shards = OpenShards(store.storage, sizes, mapped, self.manifest)
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:
@@ -99,8 +99,7 @@ class Features:
     def _column(self, name: str) -> Column:
         if name not in self._columns:
             # One object for each column: it knows its open shards, and a loop may ask for it row by row.
-            spec, missing = self.manifest[name], frozenset(self.missing)
-            self._columns[name] = Column(spec, len(self), self.manifest.rows_per_shard, self._shards, missing)
+            self._columns[name] = Column(self, name, self._shards)
         return self._columns[name]
 
     @property
