@@ -67,7 +67,11 @@ def test_a_store_is_finished_when_every_row_is_there(tmp_path):
     assert not (tmp_path / "index.json").exists()
     commit(store, 2, rows=2)
     assert store.finish(MANIFEST) == []
-    assert [entry[:2] for entry in json.loads((tmp_path / "index.json").read_text())] == [[0, 4], [1, 4], [2, 2]]
+    assert [entry[:2] for entry in json.loads((tmp_path / "index.json").read_text())["entries"]] == [
+        [0, 4],
+        [1, 4],
+        [2, 2],
+    ]
     with pytest.raises(ExtractError, match="holds 2 rows where 3 are expected of 11 in all"):
         store.finish(dataclasses.replace(MANIFEST, rows=11))
 

@@ -106,7 +106,10 @@ def _plain(name: str, value: Any, rows: int) -> Any:
 
 
 def _text(text: str) -> Tensor:
-    data = bytearray(text.encode())  # torch warns of memory that it must not write to, and takes no empty one
+    # Any string of Python's: names of files need not be UTF-8.
+    data = bytearray(
+        text.encode("utf-8", "surrogatepass")
+    )  # torch warns of memory that it must not write to, and takes no empty one
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

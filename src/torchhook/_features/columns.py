@@ -104,7 +104,9 @@ class Column:
             if not self.spec.text:
                 return row[parts[1:]]
         if rest is not None or len(parts) > 1:
-            raise TypeError(f"{self.name!r}: rows of different lengths, or text, are chosen by number, slice, list or mask.")
+            raise TypeError(
+                f"{self.name!r}: rows of different lengths, or text, are chosen by number, slice, list or mask."
+            )
         return self._all_of(rows)
 
     # -- reading shards --------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class Features:
         entries = index.read_index(store.storage, sizes, broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
+        entries = _fitting(self.manifest, entries, broken)
         self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
         """Shards that are not there, or cannot be read."""
         if not incomplete:
@@ -186,6 +187,19 @@ def _so_far(found: Manifest, entries: list[Entry]) -> Manifest:
     """The manifest of a stream that has not come to its end, with the rows that are there."""
     ends = [entry.shard * found.rows_per_shard + entry.rows for entry in entries]
     return dataclasses.replace(found, rows=max(ends, default=0))
+
+
+def _fitting(whole: Manifest, entries: list[Entry], broken: list[str]) -> list[Entry]:
+    """The shards with the rows that the manifest gives them; what is wrong with others goes to ``broken``."""
+    found = []
+    for entry in entries:
+        first, last = whole.span(entry.shard)
+        if entry.rows == last - first:
+            found.append(entry)
+        elif last > first:  # else beyond the end: of no row here, as verify says
+            name = shards.name_of(entry.shard)
+            broken.append(f"{name} holds {entry.rows} rows where {last - first} are expected of {whole.rows} in all.")
+    return found
 
 
 def _require_complete(path: str, found: Manifest, broken: list[str], missing: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""``store.json`` of every version of TorchHook, in today's words, and the checksum that tells if one was altered.
+"""``store.json`` of every version of TorchHook, in today's words, and the checksum that tells if it was altered.
 
 Format 1 called the sites ``layers`` at first, and had no checksum; its shards are those of today.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 FORMAT = "torchhook-features"
@@ -23,8 +23,10 @@ def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "crc32": _crc(data)}
 
 
-def checked(data: Mapping[str, Any]) -> dict[str, Any]:
+def checked(data: Any) -> dict[str, Any]:
     """What was ``sealed``; a ``ValueError`` if it was altered since."""
+    if not isinstance(data, dict):
+        raise ValueError(f"it is a {type(data).__name__}, and no object with a checksum")
     plain = {key: value for key, value in data.items() if key != "crc32"}
     if data.get("crc32") != _crc(plain):
         raise ValueError(f"its checksum is {_crc(plain)}, and it says {data.get('crc32')}: it was altered")
@@ -34,6 +36,17 @@ def checked(data: Mapping[str, Any]) -> dict[str, Any]:
 def _crc(data: Mapping[str, Any]) -> str:
     # Of what it says, not of the bytes: it may be indented otherwise.
     return f"{zlib.crc32(json.dumps(data, sort_keys=True).encode()):08x}"
+
+
+def packed(entries: Sequence[Any]) -> bytes:
+    """A list as a file with a checksum."""
+    return json.dumps(sealed({"entries": entries})).encode()
+
+
+def unpacked(data: bytes) -> list[Any]:
+    """What was ``packed``; a ``ValueError`` or ``TypeError`` for anything else, as for a list without a checksum."""
+    found: list[Any] = checked(json.loads(data))["entries"]
+    return found
 
 
 def current(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 from typing import NamedTuple
 
-from torchhook._features import shards
+from torchhook._features import formats, shards
 from torchhook._features.manifest import Manifest
 from torchhook._features.storage import Storage
 from torchhook.errors import BrokenShardError, ExtractError
@@ -45,13 +45,16 @@ def _entry(storage: Storage, shard: int, nbytes: int) -> Entry:
     name = shards.name_of(shard)
     header = shards.header(name, lambda a, b: storage.read(name, a, b), nbytes)
     about = header.metadata
-    return Entry(shard, int(about["rows"]), nbytes, header.crc32, json.loads(about.get("skipped", "{}")))
+    try:
+        return Entry(shard, int(about["rows"]), nbytes, header.crc32, dict(json.loads(about.get("skipped", "{}"))))
+    except (KeyError, ValueError, TypeError) as error:
+        raise BrokenShardError(f"{name}: the header does not tell its rows: altered.") from error
 
 
 def read_index(storage: Storage, sizes: dict[str, int], broken: list[str] | None = None) -> list[Entry]:
     """The index from its file, if that fits the shards that are there, else from the shards."""
     try:
-        entries = [Entry(*entry) for entry in json.loads(storage.read(NAME))]
+        entries = [Entry(*entry) for entry in formats.unpacked(storage.read(NAME))]
         # Names and sizes come with one listing; anything more would mean to open every shard, which this file saves.
         if {shards.name_of(e.shard): e.size for e in entries} == {
             name: size for name, size in sizes.items() if shards.number_of(name) is not None
@@ -64,7 +67,7 @@ def read_index(storage: Storage, sizes: dict[str, int], broken: list[str] | None
 
 def write_index(storage: Storage, entries: list[Entry]) -> None:
     """Write the index, if it is not there already: a complete store may be one that cannot be written to."""
-    data = json.dumps(entries).encode()
+    data = formats.packed(entries)
     with contextlib.suppress(FileNotFoundError):
         if storage.read(NAME) == data:
             return

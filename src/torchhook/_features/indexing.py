@@ -99,7 +99,9 @@ def _places(part: Tensor, shape: Sequence[int], name: str) -> tuple[Tensor, ...]
     if not _is_mask(part):
         return (part,)
     if tuple(part.shape) != tuple(shape[: part.dim()]):
-        raise IndexError(f"{name!r}: a mask of shape {tuple(part.shape)} for {shape[0]} rows of shape {tuple(shape[1:])}.")
+        raise IndexError(
+            f"{name!r}: a mask of shape {tuple(part.shape)} for {shape[0]} rows of shape {tuple(shape[1:])}."
+        )
     return part.nonzero(as_tuple=True)
 
 

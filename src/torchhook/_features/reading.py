@@ -64,7 +64,9 @@ class RangedShard:
         # A bytearray, because a tensor over bytes, which cannot be written to, warns.
         data = bytearray(self._storage.read(self._name, first + low * row, first + high * row))
         if len(data) != wanted:
-            raise BrokenShardError(f"{self._name}: {wanted} bytes of {name!r} are expected, {len(data)} found: truncated.")
+            raise BrokenShardError(
+                f"{self._name}: {wanted} bytes of {name!r} are expected, {len(data)} found: truncated."
+            )
         return torch.frombuffer(data, dtype=dtype).reshape(high - low, *shape[1:])
 
 

@@ -20,6 +20,7 @@ from torchhook._features import direct_io
 from torchhook._features.direct_io import Chunks, fcntl
 from torchhook.errors import require
 
+_READ = 1 << 30
 _STALE_SECONDS = 30.0  # a living writer has no lock yet when it has just made its file
 
 
@@ -136,9 +137,14 @@ class Folder:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with open(self.root / name, "rb", buffering=0) as file:
-            if end is None:
-                end = os.fstat(file.fileno()).st_size
-            return os.pread(file.fileno(), end - start, start)
+            left = (os.fstat(file.fileno()).st_size if end is None else end) - start
+            file.seek(start)
+            parts = []
+            # Linux gives 2 GiB at most for one call, and a file may end before that.
+            while left > 0 and (part := file.read(min(left, _READ))):
+                parts.append(part)
+                left -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
