@@ -196,9 +196,11 @@ def _fitting(whole: Manifest, entries: list[Entry], broken: list[str]) -> list[E
         first, last = whole.span(entry.shard)
         if entry.rows == last - first:
             found.append(entry)
-        elif last > first:  # else beyond the end: of no row here, as verify says
-            name = shards.name_of(entry.shard)
-            broken.append(f"{name} holds {entry.rows} rows where {last - first} are expected of {whole.rows} in all.")
+        else:
+            wanted, name = max(0, last - first), shards.name_of(entry.shard)
+            broken.append(
+                f"{name} holds {entry.rows} rows where {wanted} are expected of {whole.rows} in all: foreign."
+            )
     return found
 
 

@@ -60,6 +60,21 @@ def current(data: dict[str, Any]) -> dict[str, Any]:
         # A flipped bit is found only in later ones; but a store cannot be read wrongly: shards know their columns.
         if "layers" in plain:
             plain["sites"] = plain.pop("layers")
+        _check(plain)
     else:
         plain = checked(data)
     return {key: value for key, value in plain.items() if key not in ("format", "version")}
+
+
+def _check(plain: dict[str, Any]) -> None:
+    """What a checksum would have told: numbers that are none, or that cannot be."""
+    rows, per_shard = plain["rows"], plain["rows_per_shard"]
+    if not (rows is None or _is_count(rows)) or not _is_count(per_shard) or per_shard == 0:
+        raise ValueError(f"{rows} rows, {per_shard} in each shard")
+    for column in plain["columns"]:
+        if not isinstance(column["name"], str) or not all(map(_is_count, column["shape"])):
+            raise ValueError(f"a column {column['name']} with rows of shape {column['shape']}")
+
+
+def _is_count(size: Any) -> bool:
+    return type(size) is int and size >= 0

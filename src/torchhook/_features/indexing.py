@@ -1,4 +1,4 @@
-"""What an index of a column means, as a tensor of the same shape would take it: which rows are read, and what of them."""
+"""What an index of a column means, as a tensor of its shape would take it: which rows are read, and what of them."""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ class MappedShard:
             # Not Python's mmap, which holds a file descriptor for every shard.
             self._storage: Any = torch.UntypedStorage.from_file(str(path), False, header.size)
         except RuntimeError as error:
+            if path.stat().st_size < header.size:
+                raise BrokenShardError(f"{path}: {header.size} bytes are expected: truncated.") from error
             raise ExtractError(
                 f"{path} cannot be mapped into memory: {error}. open_features(path, access='read') does without maps."
             ) from error
@@ -136,13 +138,16 @@ class OpenShards:
 
 def misfits(header: shards.Header, specs: Iterable[ColumnSpec], rows: int) -> list[str]:
     """Where a shard does not hold what the manifest says of its columns, as sentences."""
-    found = []
+    found: list[str | None] = []
+    known = set()
     for spec in specs:
+        known |= {spec.name, spec.offsets} if spec.ragged else {spec.name}
         if spec.ragged:
             found.append(_misfit(header, spec.offsets, torch.int64, [rows + 1]))
             found.append(_misfit(header, spec.name, spec.dtype, [None, *spec.shape]))
         else:
             found.append(_misfit(header, spec.name, spec.dtype, [rows, *spec.shape]))
+    found += [f"{header.where} has {name!r}, which the store does not know." for name in header.entries.keys() - known]
     return [sentence for sentence in found if sentence is not None]
 
 
