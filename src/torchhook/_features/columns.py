@@ -97,7 +97,7 @@ class Column:
     def _of_ragged(self, key: Any) -> Any:
         parts = key if isinstance(key, tuple) else (key,)
         rows, rest = chosen(parts[:1], (self._rows,), self.name)
-        if rest == (0,):  # a single row, which can be indexed on
+        if rest is not None and type(rest[0]) is int:  # a single row, which can be indexed on
             row = self._one(*divmod(rows[0], self._per_shard))
             if len(parts) == 1:
                 return row

@@ -27,10 +27,10 @@ def chosen(key: Any, shape: Sequence[int], name: str) -> Chosen:
     Chosen(rows=range(2, 4), rest=(slice(None, None, None), 0))
     """
     parts = [_plain(part, name) for part in (key if isinstance(key, tuple) else (key,))]
-    at = _of_rows(parts, len(shape))
+    at = _of_rows(parts, len(shape), name)
     if at is None:  # every row, as in v[...] or v[None]
-        parts = [slice(None), *parts] if parts[:1] == [...] else parts
-        return Chosen(range(shape[0]), tuple(parts) or None)
+        whole = [slice(None), *parts] if parts[:1] == [...] else parts
+        return Chosen(range(shape[0]), None if parts in ([], [...]) else tuple(whole))
     part, alone = parts[at], len(parts) == 1
     if isinstance(part, slice):
         rows: range | list[int] = range(*part.indices(shape[0]))
@@ -71,16 +71,17 @@ def _tensor(part: Any, name: str) -> Tensor:
     found = np.asarray(part)
     if found.dtype.kind not in "biu" and found.size:
         raise TypeError(f"{name!r}: {_WANTED}, found {found.dtype} {found.shape}.")
-    # Numbers beyond int64 are beyond every row, too; they stay so, and are refused as that.
-    return torch.as_tensor(found if found.dtype == bool else np.minimum(found, 2**63 - 1).astype(np.int64))
+    if found.dtype == np.uint64:  # beyond int64 is beyond every row: it stays so, and is refused as that
+        found = np.minimum(found, np.uint64(2**63 - 1))
+    return torch.as_tensor(found if found.dtype == bool else found.astype(np.int64))
 
 
-def _of_rows(parts: list[Any], dims: int) -> int | None:
+def _of_rows(parts: list[Any], dims: int, name: str) -> int | None:
     """Which part of an index speaks of the rows."""
     used = sum(part.dim() if _is_mask(part) else isinstance(part, (int, slice, Tensor)) for part in parts)
     used -= sum(isinstance(part, bool) for part in parts)
     if sum(part is Ellipsis for part in parts) > 1:
-        raise IndexError("an index has one ellipsis at most")
+        raise IndexError(f"{name!r}: an index has one ellipsis at most.")
     for at, part in enumerate(parts):
         if part is Ellipsis and dims > used:
             return None
