@@ -149,8 +149,7 @@ class Column:
         if not self.spec.text:
             return [row.clone() for row in rows]
         try:
-            # Any string of Python's, also names of files that are no UTF-8.
-            return [bytes(row.numpy()).decode("utf-8", "surrogatepass") for row in rows]
+            return [bytes(row.numpy()).decode() for row in rows]
         except UnicodeDecodeError as error:
             raise BrokenShardError(f"{found.header.where}: {self.name!r} is no text: altered.") from error
 

@@ -122,8 +122,7 @@ def _write_text(root: Path, name: str, column: Column) -> list[Path]:
 
 def _is_line(text: str) -> bool:
     """Whether a text can be a line of a file, and is the same when it is read again."""
-    # What splitlines knows as an end: more than newlines. Surrogates stand for bytes that are no UTF-8.
-    return text.splitlines() in ([], [text]) and not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.splitlines() in ([], [text])  # it knows more ends of lines than \n
 
 
 def _write_ragged(root: Path, name: str, column: Column) -> list[Path]:
@@ -168,8 +167,7 @@ def to_hf(features: Features, sites: Sites = None) -> Any:
 def _arrow(arrow: Any, block: Any) -> Any:
     if isinstance(block, list):
         if not block or isinstance(block[0], str):
-            # Arrow's strings are UTF-8: what Python makes of names that are not is shown escaped.
-            return arrow.array([text.encode("utf-8", "backslashreplace").decode() for text in block], arrow.string())
+            return arrow.array(block, arrow.string())
         ends = np.cumsum([0, *map(len, block)])
         if ends[-1] > np.iinfo(np.int32).max:
             raise ExtractError(
