@@ -42,8 +42,7 @@ class Report:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
         # Of a missing one there is no file to delete.
         broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
-        for shard in broken:
-            Store(self.path).storage.remove(shards.name_of(shard))
+        Store(self.path).discard(broken)
         return broken
 
     def __str__(self) -> str:
