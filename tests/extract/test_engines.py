@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_see_the_first_ones_mark_does_nothing(tmp_path, mon
     as_rank(monkeypatch, 1, 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(engines, "MEET_SECONDS", 0.3)
-    with pytest.raises(ExtractError, match="rank 1 of 2 does not see in .* what rank 0 writes there"):
+    with pytest.raises(ExtractError, match=r"rank 1 of 2 does not see in .* what rank 0 writes there"):
         do(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

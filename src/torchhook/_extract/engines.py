@@ -123,12 +123,13 @@ def ranks() -> tuple[int, int]:
 
 def job_name() -> str | None:
     """What all ranks of this job know, and those of no other; ``None`` where a rank was started by hand."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    if names[0] not in os.environ:
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-    if names[0] not in os.environ:
-        return None
-    return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
+    for names in (
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ):
+        if names[0] in os.environ:
+            return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
+    return None
 
 
 def mark(store: Store) -> None:

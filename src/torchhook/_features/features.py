@@ -64,7 +64,9 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(store.storage, {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}, mapped)
+        self._shards = OpenShards(
+            store.storage, {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}, mapped
+        )
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:
