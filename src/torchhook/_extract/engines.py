@@ -65,6 +65,7 @@ def _others(cut: list[range], rank: int, world: int) -> list[range]:
 
 def _take_turns(task: Task, progress: Progress, there: set[int], claimed: Claims, order: list[range]) -> None:
     storage, pause = task.store.storage, _POLL_SECONDS[0]
+    made: set[int] = set()  # and not made again, should they vanish: that is told at the end of the run
     while left := [block for block in order if not there.issuperset(block)]:
         files = storage.sizes("")
         mine = next((block for block in left if claimed.take(_key(block), files)), None)
@@ -73,12 +74,13 @@ def _take_turns(task: Task, progress: Progress, there: set[int], claimed: Claims
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS[1])
         # After the claim, and once for all of its shards: whoever had it before has committed what it gave back.
-        there = set(task.store.contents(task.manifest, task.entries).sizes)
+        there = made.union(task.store.contents(task.manifest, task.entries).sizes)
         if mine is not None:
             todo = [shard for shard in mine if shard not in there]
             if todo:
                 task.do_shards(todo, progress.shard, progress.rows)
                 task.flush()
+            made.update(todo)
             there.update(todo)
             claimed.release(_key(mine))
             pause = _POLL_SECONDS[0]

@@ -66,6 +66,11 @@ class Request:
         return self.rows_per_shard is None and self.shard_bytes is None
 
     @property
+    def replaces(self) -> bool:
+        """Whether a store that is there is deleted. Ranks find none when they start, and then one of theirs."""
+        return not self.resume and (self.engine != "torchrun" or engines.ranks()[1] == 1)
+
+    @property
     def skip(self) -> bool:
         """Whether rows may be left out."""
         return self.on_error == "skip"
@@ -133,7 +138,8 @@ def prepare(request: Request) -> Job:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
-        at = _first_row(request, source, before)
+        there = store.contents(before).sizes if before is not None else {}
+        at = 0 if there else _first_row(request, source, before)
         timed = request.any_cut and before is None
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
     manifest = _manifest(request, forward, source, measured, before)
@@ -148,16 +154,18 @@ def prepare(request: Request) -> Job:
         check_nan=request.nan == "raise",
         first=measured.first,
     )
-    found = store.contents(manifest).sizes
-    there = set(found) if request.resume else set()
+    if before is None or before.shards != manifest.shards:
+        there = store.contents(manifest).sizes
+    freed = sum(there.values()) if request.replaces else 0
+    there = {} if request.replaces else there
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
-    return Job(request, store, task, there, todo, estimate, freed=0 if request.resume else sum(found.values()))
+    return Job(request, store, task, set(there), todo, estimate, freed)
 
 
 def _before(request: Request, store: Store) -> Manifest | None:
     """What the store holds that the run goes on with; ranks first wait until they see the one of their job."""
-    before = store.manifest() if request.resume else None
+    before = None if request.replaces else store.manifest()
     if request.engine != "torchrun" or request.dry_run:
         return before
     # A rank that comes when all is done finds nobody to wait for.
@@ -171,8 +179,6 @@ def _first_row(request: Request, source: Source, before: Manifest | None) -> int
     """Where the work of this process begins: what is measured there need not be run again, here or by another rank."""
     size = request.rows_per_shard or (before and before.rows_per_shard)
     if request.engine != "torchrun" or not size or not source.rows:
-        return 0
-    if before is not None and Store(request.out).sizes():
         return 0
     rank, world = engines.ranks()
     cut = engines.blocks(-(-source.rows // size), world)
@@ -229,7 +235,7 @@ def execute(job: Job) -> Manifest:
     # First of all: a store must not be deleted for one that does not fit.
     _check_room(job)
     request, store = job.request, job.store
-    if not request.resume:
+    if request.replaces:
         store.clear()
     mine = job.task.manifest
     agreed = job.task.manifest = store.agree(mine, any_cut=request.any_cut)
@@ -258,7 +264,8 @@ def _run(job: Job, progress: Progress) -> int | None:
         seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
         return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
     if request.engine == "torchrun":
-        engines.mark(job.store)
+        if job.todo != []:
+            engines.mark(job.store)
         return engines.torchrun(job.task, progress, job.there)
     return engines.local(job.task, progress, job.todo, job.there)
 
