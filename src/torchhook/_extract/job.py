@@ -192,6 +192,7 @@ def execute(job: Job) -> Manifest:
     agreed = job.task.manifest = store.agree(job.task.manifest)
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
+    store.prune()
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())
     try:

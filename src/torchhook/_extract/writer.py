@@ -104,7 +104,8 @@ class Writer:
         # Here, where the model does not wait for another pass over the rows.
         if self._check_nan:
             check_values(slab, first, self._manifest.dtype in _NARROW, self._skip)
-        metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows), **slab.metadata}
+        metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows)}
+        metadata |= {**self._manifest.marks, **slab.metadata}
         if slab.skipped:
             # Sorted: rows are skipped in any order, and the same rows must be the same bytes.
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})

@@ -49,7 +49,7 @@ class Features:
         # Listed once: the index and the shards are judged by the same state, while others may still be writing.
         sizes = store.storage.sizes(shards.FOLDER)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
-        entries = index.read_index(store.storage, sizes, broken)
+        entries = index.own(found, index.read_index(store.storage, sizes, broken), broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
         self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
@@ -64,7 +64,7 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(store.storage, sizes, mapped)
+        self._shards = OpenShards(store.storage, sizes, mapped, {entry.shard: entry for entry in entries})
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:

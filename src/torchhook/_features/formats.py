@@ -1,6 +1,6 @@
 """``store.json`` of every version of TorchHook, in today's words, and the checksum that tells if one was altered.
 
-Format 1 called the sites ``layers`` at first, and had no checksum; its shards are those of today.
+Format 1 called the sites ``layers`` at first, and had no checksum; its shards do not say which run they belong to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _crc(data: Mapping[str, Any]) -> str:
 
 
 def current(data: dict[str, Any]) -> dict[str, Any]:
-    """What a ``store.json`` of any version says, as one of today would say it, without its marks; or a ``ValueError``."""
+    """What a ``store.json`` of any version says, as one of today would say it, or a ``ValueError``."""
     version = data.get("version")
     if data.get("format") != FORMAT or version not in range(1, VERSION + 1):
         raise ValueError(
@@ -50,4 +50,4 @@ def current(data: dict[str, Any]) -> dict[str, Any]:
             plain["sites"] = plain.pop("layers")
     else:
         plain = checked(data)
-    return {key: value for key, value in plain.items() if key not in ("format", "version")}
+    return {key: value for key, value in plain.items() if key != "format"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Collection
 from typing import NamedTuple
 
 from torchhook._features import shards
@@ -23,6 +24,8 @@ class Entry(NamedTuple):
     size: int
     crc32: str
     skipped: dict[str, str]
+    plan: str | None = None
+    """The digest of the run that it belongs to; shards of the first format have none."""
 
 
 def read_headers(storage: Storage, sizes: dict[str, int] | None = None, broken: list[str] | None = None) -> list[Entry]:
@@ -45,20 +48,26 @@ def _entry(storage: Storage, shard: int, nbytes: int) -> Entry:
     name = shards.name_of(shard)
     header = shards.header(name, lambda a, b: storage.read(name, a, b), nbytes)
     about = header.metadata
-    return Entry(shard, int(about["rows"]), nbytes, header.crc32, json.loads(about.get("skipped", "{}")))
+    skipped = json.loads(about.get("skipped", "{}"))
+    return Entry(shard, int(about["rows"]), nbytes, header.crc32, skipped, about.get("plan"))
+
+
+def read_file(storage: Storage) -> list[Entry]:
+    """What the file says, whatever shards are there; nothing if it is absent or not what it should be."""
+    try:
+        return [Entry(*entry) for entry in json.loads(storage.read(NAME))]
+    except (FileNotFoundError, ValueError, TypeError):
+        return []  # a cache is never an error
 
 
 def read_index(storage: Storage, sizes: dict[str, int], broken: list[str] | None = None) -> list[Entry]:
     """The index from its file, if that fits the shards that are there, else from the shards."""
-    try:
-        entries = [Entry(*entry) for entry in json.loads(storage.read(NAME))]
-        # Names and sizes come with one listing; anything more would mean to open every shard, which this file saves.
-        if {shards.name_of(e.shard): e.size for e in entries} == {
-            name: size for name, size in sizes.items() if shards.number_of(name) is not None
-        }:
-            return entries
-    except (FileNotFoundError, ValueError, TypeError):
-        pass  # absent, or not what it should be: a cache is never an error
+    entries = read_file(storage)
+    # Names and sizes come with one listing; anything more would mean to open every shard, which this file saves.
+    if {shards.name_of(e.shard): e.size for e in entries} == {
+        name: size for name, size in sizes.items() if shards.number_of(name) is not None
+    }:
+        return entries
     return read_headers(storage, sizes, broken)
 
 
@@ -69,6 +78,22 @@ def write_index(storage: Storage, entries: list[Entry]) -> None:
         if storage.read(NAME) == data:
             return
     storage.replace(NAME, data)
+
+
+def own(manifest: Manifest, entries: list[Entry], broken: list[str]) -> list[Entry]:
+    """The shards that belong to the run of a manifest; what there is of other runs goes to ``broken``."""
+    broken += [
+        f"{shards.name_of(e.shard)} is of another run: foreign." for e in entries if not manifest.is_own(e.plan)
+    ]
+    return [entry for entry in entries if manifest.is_own(entry.plan)]
+
+
+def prune(storage: Storage, there: Collection[int]) -> None:
+    """Forget shards that are gone: when they are made again, their checksums may be others."""
+    entries = read_file(storage)
+    left = [entry for entry in entries if entry.shard in there]
+    if len(left) < len(entries):
+        storage.replace(NAME, json.dumps(left).encode())
 
 
 def check_rows(storage: Storage, manifest: Manifest, entries: list[Entry]) -> None:
