@@ -9,17 +9,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import engines, fingerprint, sources
+from torchhook._extract import engines, fingerprint, model_code, sources
+from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward, Transforms
+from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
@@ -28,7 +30,7 @@ from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
 from torchhook._features.api import Features, Manifest, Store, open_features, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, require
+from torchhook.errors import ExtractError, UnrepeatableDataWarning, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,8 +126,11 @@ def prepare(request: Request) -> Job:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
+        code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip)
-    manifest = _manifest(request, forward, source, measured, before)
+    identity = Identity(model_code.steady(code, _code(request, forward)), of_data(source, ids, request.labels))
+    identity.warn()
+    manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
         forward,
         source,
@@ -154,8 +159,34 @@ def _source(request: Request, pin: bool) -> Source:
     return source
 
 
+def _code(request: Request, forward: Forward) -> dict[str, str]:
+    functions = {"transform": forward.transform, "input_fn": request.input_fn, "lengths": request.lengths}
+    return model_code.facts(forward.index, functions)
+
+
+class Identity(NamedTuple):
+    """What is known of the code and of the data, beside the numbers of the model."""
+
+    code: dict[str, str]
+    data: dict[str, Any]
+
+    def warn(self) -> None:
+        if not self.data.get("repeats", True):
+            warn(
+                "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
+                "time (random augmentation?). The features are stored as they come; that a resumed run "
+                "has the same data, and the same model, cannot be checked.",
+                UnrepeatableDataWarning,
+            )
+
+
 def _manifest(
-    request: Request, forward: Forward, source: Source, measured: Measure, before: Manifest | None
+    request: Request,
+    forward: Forward,
+    source: Source,
+    measured: Measure,
+    before: Manifest | None,
+    identity: Identity,
 ) -> Manifest:
     """What this run would write. Where the call leaves it open, a store that is there decides."""
     rows_per_shard = request.rows_per_shard
@@ -168,13 +199,15 @@ def _manifest(
         rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source.batch_size),
         sites=tuple(forward.sites),
         model=fingerprint.of_model(request.model),
-        transform=fingerprint.of_function(forward.transform),
-        input_fn=fingerprint.of_function(request.input_fn),
-        lengths=fingerprint.of_function(request.lengths),
+        transform=of_function(forward.transform, values=False),
+        input_fn=of_function(request.input_fn, values=False),
+        lengths=of_function(request.lengths, values=False),
         dtype=None if request.dtype is None else str(request.dtype).removeprefix("torch."),
         autocast=None if not request.autocast else str(request.autocast).removeprefix("torch."),
         source=source.kind,
         row_bytes=measured.row_bytes if before is None else before.row_bytes,
+        code=identity.code,
+        data=identity.data,
         about={"batch_size": source.batch_size or measured.batch_rows, "versions": versions()},
     )
 

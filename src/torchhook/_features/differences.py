@@ -12,7 +12,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{12}\b")
 _SPANS = {
     "rows": "{} of the data {} read otherwise",
     "contents": "{} of the data {} not the same",
-    "files": "the files of {} {} other names or sizes",
+    "files": "the files of {} {} other names or contents",
     "ids": "the ids of {} {} others",
     "labels": "the labels of {} {} others",
 }
