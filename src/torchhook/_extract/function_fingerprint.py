@@ -149,7 +149,8 @@ def _array(value: Any) -> str:
 
 def _settings(value: Any) -> Any:
     """The fields of an object that holds settings, or ``None`` if it is not known to be one."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    # One that writes its own repr says there what it is.
+    if dataclasses.is_dataclass(value) and value.__dataclass_params__.repr:  # type: ignore[union-attr]
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.repr}
     if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Namespace":
         return vars(value)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import engines, fingerprint, model_code, sources
+from torchhook._extract import engines, fingerprint, first_stored, model_code, sources
 from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
@@ -128,7 +128,8 @@ def prepare(request: Request) -> Job:
         extras = Extras(ids, request.labels, request.lengths, source.rows)
         code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip)
-    identity = Identity(model_code.steady(code, _code(request, forward)), of_data(source, ids, request.labels))
+    code = model_code.steady(code, _code(request, forward))
+    identity = Identity(code, of_data(source, ids, request.labels), device.type)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
@@ -169,6 +170,7 @@ class Identity(NamedTuple):
 
     code: dict[str, str]
     data: dict[str, Any]
+    device: str
 
     def warn(self) -> None:
         if not self.data.get("repeats", True):
@@ -208,7 +210,11 @@ def _manifest(
         row_bytes=measured.row_bytes if before is None else before.row_bytes,
         code=identity.code,
         data=identity.data,
-        about={"batch_size": source.batch_size or measured.batch_rows, "versions": versions()},
+        about={
+            "batch_size": source.batch_size or measured.batch_rows,
+            "device": identity.device,
+            "versions": versions(),
+        },
     )
 
 
@@ -226,6 +232,7 @@ def execute(job: Job) -> Manifest:
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
     store.prune()
+    first_stored.check(job.task)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())
     try:

@@ -83,11 +83,14 @@ class Indexed:
 
     def first(self) -> Iterator[Batch]:
         """Batches to measure with, loaded here and now."""
-        # Without workers: starting them takes longer than to load a batch.
+        assert self.rows is not None
+        yield from self.here([(0, self.rows)] if self.rows else [])
+
+    def here(self, spans: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Batches of some spans, loaded in this process: starting workers takes longer than to load a batch."""
         options, self.options = self.options, {}
         try:
-            assert self.rows is not None
-            yield from self.batches([(0, self.rows)] if self.rows else [])
+            yield from self.batches(spans)
         finally:
             self.options = options
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchhook._features import formats, index, manifest, shards
-from torchhook._features.manifest import Manifest
+from torchhook._features.manifest import ColumnSpec, Manifest
+from torchhook._features.reading import RangedShard
 from torchhook._features.storage import locate
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
@@ -110,8 +111,8 @@ class Store:
         return Commit(sum(map(len, chunks)), ours)
 
     def _same_run(self, shard: int, metadata: Mapping[str, str]) -> None:
-        # Gone again: somebody clears the store, which shows at the end.
-        with contextlib.suppress(FileNotFoundError):
+        # Gone again, because somebody clears the store, or broken: both show at the end.
+        with contextlib.suppress(FileNotFoundError, BrokenShardError):
             if self.header(shard, None).metadata.get("plan") != metadata.get("plan"):
                 raise StoreMismatchError(
                     f"{self.url}: shard {shard} was written by another run while this one was at work. What is there "
@@ -122,6 +123,10 @@ class Store:
         """What a shard of ``size`` bytes, where that is known, says about itself."""
         name = shards.name_of(shard)
         return shards.header(name, lambda start, end: self.storage.read(name, start, end), size)
+
+    def rows(self, shard: int, size: int) -> StoredRows:
+        """The rows of a shard, read one by one."""
+        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, size)))
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -196,6 +201,20 @@ class Store:
                 "or run one after the other."
             )
         return there
+
+
+class StoredRows:
+    """The rows of one shard as they are stored, and which of them were skipped."""
+
+    def __init__(self, shard: RangedShard) -> None:
+        self._shard = shard
+        self.skipped = {int(row) for row in json.loads(shard.header.metadata.get("skipped", "{}"))}
+
+    def row(self, spec: ColumnSpec, row: int) -> Tensor:
+        if not spec.ragged:
+            return self._shard.rows(spec.name, row, row + 1)[0]
+        first, last = self._shard.rows(spec.offsets, row, row + 2).tolist()
+        return self._shard.rows(spec.name, first, last)
 
 
 def _refusal(mine: Manifest, there: Manifest) -> list[str]:
