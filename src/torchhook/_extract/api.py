@@ -16,9 +16,10 @@ from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
-from torchhook._features.api import Features
+from torchhook._extract.job import kept
+from torchhook._features.api import Features, absolute
 
-__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract"]
+__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract", "kept"]
 
 
 def extract(
@@ -75,8 +76,9 @@ def extract(
             selectors to transforms, in which a site's own address comes first. By default the whole value.
         run_on: The device that the model and the batches are moved to; by default where the model is.
         dtype: Floating-point values are stored as this; by default as they are.
-        rows_per_shard: Rows in each file; by default whole batches, as many as fit ``shard_bytes``.
-        shard_bytes: Bytes in each file, about, and no more than 65,536 rows; by default 64 MiB.
+        rows_per_shard: Rows in each file, the unit of what is kept when a run is stopped. By default whole batches, at
+            most 64 MiB and about half a minute of work, and at least four files for each process.
+        shard_bytes: Bytes in each file, about, and no more than 65,536 rows, in place of that rule.
         ids: A name for each row: a key or position in the batch, a function of it, or one value for every row. By
             default those that the data set has, as image folders do.
         labels: As ``ids``. By default those in the usual places of a batch; ``False`` leaves them out.
@@ -89,7 +91,7 @@ def extract(
         resume: Whether to go on with a store that is there; ``False`` replaces it.
         on_error: ``"raise"``, or ``"skip"`` to leave rows out that cannot be loaded, cannot be run, or hold a NaN.
         nan: ``"raise"`` at a NaN (and at an infinity that the cast to ``dtype`` made), or ``"keep"`` to store it.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, or, where stderr is no terminal, a line now and then.
         autocast: Run under ``torch.autocast`` with this dtype, or with its own choice for ``True``.
         dry_run: Measure the first batch, return an ``Estimate``, and write nothing.
         engine_options: For Ray: ``actors``, ``num_cpus`` and ``num_gpus`` of each, and options of ``map_batches``.
@@ -98,7 +100,7 @@ def extract(
         model=model,
         data=data,
         sites=sites,
-        out=out,
+        out=absolute(out),  # at once: workers, and code of the user's, may have or go to another folder
         batch_size=batch_size,
         transform=transform,
         run_on=run_on,
@@ -117,6 +119,7 @@ def extract(
         progress=progress,
         autocast=autocast,
         engine_options=engine_options or {},
+        dry_run=dry_run,
     )
     job.check(request)
     # Around the preparation too: the first batch is loaded and run there, and both may draw random numbers.

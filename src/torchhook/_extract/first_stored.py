@@ -6,7 +6,7 @@ A fingerprint sees weights, Python code and plain values; not compiled extension
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -42,20 +42,22 @@ class Difference(NamedTuple):
         return f"{self.column!r}: they differ by {self.size:.1e} (relative; {self.allowed:.0e} is allowed)"
 
 
-def check(task: Task) -> None:
-    """Run the first batch that is stored again, if there is one, and refuse to go on where it gives something else."""
-    there = task.store.sizes()
+def check(task: Task, there: Collection[int]) -> None:
+    """Run the first batch that is stored again, if there is one, and refuse to go on where it gives something else.
+
+    ``there`` are the shards that were there when the run began.
+    """
     if not there or not task.manifest.data.get("repeats", True):
         return
     shard = min(there)
-    if not isinstance(task.source, Indexed) and not _same_batch(task, shard, there[shard]):
+    if not isinstance(task.source, Indexed) and not _same_batch(task, shard):
         return
     with evaluating_on(task.forward.model, task.device) as device:
         found = _again(task, shard, device)
         if found is None:
             return
         fresh, rows = found
-        stored = task.store.rows(shard, there[shard])
+        stored = task.store.rows(shard)
         kept = [row for row in rows if row not in stored.skipped]
         differences = _compared(task, stored.row, _rows_of(fresh), kept, device)
         # A model that draws random numbers is another one each time; then nothing can be proven.
@@ -68,9 +70,9 @@ def check(task: Task) -> None:
         raise StoreMismatchError(_message(task, shard, rows, differences))
 
 
-def _same_batch(task: Task, shard: int, size: int) -> bool:
+def _same_batch(task: Task, shard: int) -> bool:
     """Whether a stream begins with the batch that the shard began with: else the run itself says that it does not."""
-    stated = task.store.header(shard, size).metadata.get("check")
+    stated = task.store.header(shard, None).metadata.get("check")
     return task.first is not None and stated == fingerprint.of_batch(task.first.batch.value)
 
 

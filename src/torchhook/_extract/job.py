@@ -6,6 +6,7 @@ there before is there still.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import engines, fingerprint, first_stored, model_code, sources
+from torchhook._extract import claims, engines, fingerprint, first_stored, model_code, sources
 from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
@@ -25,12 +26,12 @@ from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
-from torchhook._extract.ray import on_ray
+from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
-from torchhook._features.api import Features, Manifest, Store, open_features, versions
+from torchhook._features.api import Contents, Features, Manifest, Page, Store, open_features, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, UnrepeatableDataWarning, require, warn
+from torchhook.errors import ExtractError, IncompleteStoreError, UnrepeatableDataWarning, note, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,12 @@ class Request:
     progress: bool
     autocast: torch.dtype | bool | None
     engine_options: dict[str, Any]
+    dry_run: bool = False
+
+    @property
+    def any_cut(self) -> bool:
+        """Whether the call leaves open how rows are cut into shards."""
+        return self.rows_per_shard is None and self.shard_bytes is None
 
     @property
     def skip(self) -> bool:
@@ -104,17 +111,20 @@ class Job:
     request: Request
     store: Store
     task: Task
+    there: set[int]
+    """Shards that need not be done."""
     todo: list[int] | None
     """Shards that are missing; ``None`` for a stream, whose end nobody knows."""
     estimate: Estimate
     freed: int
     """Bytes of the store that will be replaced."""
+    found: Contents | None
+    """What the store holds, if the run goes on with it."""
 
 
 def prepare(request: Request) -> Job:
     """Run the first batch, and decide the columns, the rows of a shard, and what is left to do."""
     store = Store(request.out)
-    before = store.manifest() if request.resume else None
     forward = Forward(
         request.model,
         request.sites,
@@ -122,12 +132,15 @@ def prepare(request: Request) -> Job:
         input_fn=request.input_fn,
         autocast=request.autocast,
     )
+    before = _before(request, store)
     with evaluating_on(request.model, request.run_on) as device:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
+        at = _first_row(request, source, before)
+        timed = request.any_cut and before is None
         code = _code(request, forward)
-        measured = measure(forward, source, extras, device, request.dtype, request.skip)
+        measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
     code = model_code.steady(code, _code(request, forward))
     identity = Identity(code, of_data(source, ids, request.labels), device.type)
     identity.warn()
@@ -143,11 +156,43 @@ def prepare(request: Request) -> Job:
         check_nan=request.nan == "raise",
         first=measured.first,
     )
-    there = store.sizes()
-    todo = manifest.missing(there if request.resume else ())
-    per_row = measured.seconds / measured.batch_rows
-    estimate = Estimate(manifest, per_row, None if todo is None else len(todo), store.free())
-    return Job(request, store, task, todo, estimate, freed=0 if request.resume else sum(there.values()))
+    found = store.contents(manifest)
+    there = set(found.sizes) if request.resume else set()
+    todo = manifest.missing(there)
+    estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
+    freed = 0 if request.resume else sum(found.sizes.values())
+    return Job(request, store, task, there, todo, estimate, freed, found if request.resume else None)
+
+
+def _before(request: Request, store: Store) -> Manifest | None:
+    """What the store holds that the run goes on with; ranks first wait until they see the one of their job."""
+    before = store.manifest() if request.resume else None
+    if request.engine != "torchrun" or request.dry_run:
+        return before
+    # A rank that comes when all is done finds nobody to wait for.
+    if before is None or store.missing(before) != []:
+        engines.meet(store, request.progress)
+        before = store.manifest()
+    return before
+
+
+def _first_row(request: Request, source: Source, before: Manifest | None) -> int:
+    """Where the work of this process begins: what is measured there need not be run again, here or by another rank."""
+    size = request.rows_per_shard or (before and before.rows_per_shard)
+    if request.engine != "torchrun" or not size or not source.rows:
+        return 0
+    if before is not None and Store(request.out).sizes():
+        return 0
+    rank, world = engines.ranks()
+    cut = engines.blocks(-(-source.rows // size), world)
+    return cut[rank].start * size if rank < len(cut) else 0
+
+
+def _ranks(request: Request) -> int:
+    """How many processes share the work."""
+    if request.engine == "torchrun":
+        return engines.ranks()[1]
+    return expected_actors(request.engine_options) if request.engine == "ray" else 1
 
 
 def _source(request: Request, pin: bool) -> Source:
@@ -198,7 +243,7 @@ def _manifest(
     return Manifest(
         columns=measured.columns,
         rows=source.rows,
-        rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source.batch_size),
+        rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
         model=fingerprint.of_model(request.model),
         transform=of_function(forward.transform, values=False),
@@ -228,24 +273,53 @@ def execute(job: Job) -> Manifest:
     request, store = job.request, job.store
     if not request.resume:
         store.clear()
-    agreed = job.task.manifest = store.agree(job.task.manifest)
+    mine = job.task.manifest
+    agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found)
+    if agreed.rows_per_shard != mine.rows_per_shard:  # another process was first, and cuts them in its own way
+        job = dataclasses.replace(job, there=set(), todo=store.missing(agreed))
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
-    store.prune()
-    first_stored.check(job.task)
+    if request.engine != "torchrun" or engines.ranks()[0] == 0:  # one rank is enough to prove it
+        first_stored.check(job.task, job.there)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())
+    job.task.page = Page(store.storage)
     try:
-        rows = _run(job.task, progress, request)
+        rows = _run(job, progress)
+    except BaseException as error:
+        job.task.flush()  # else the next run would have to ask every shard what it is
+        if isinstance(error, KeyboardInterrupt):
+            _tell_kept(error, request.out)
+        raise
     finally:
         progress.close()
     return dataclasses.replace(agreed, rows=rows)
 
 
-def _run(task: Task, progress: Progress, request: Request) -> int | None:
+def _run(job: Job, progress: Progress) -> int | None:
+    request = job.request
     if request.engine == "ray":
-        return on_ray(task, progress, **request.engine_options)
-    return engines.torchrun(task, progress) if request.engine == "torchrun" else engines.local(task, progress)
+        seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
+        return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
+    if request.engine == "torchrun":
+        engines.mark(job.store)
+        return engines.torchrun(job.task, progress, job.there)
+    return engines.local(job.task, progress, job.todo, job.there)
+
+
+def kept(out: str | os.PathLike[str]) -> tuple[int, int | None]:
+    """How many rows a store has by now, and how many it will have, if one knows."""
+    store = Store(out)
+    found = store.manifest()
+    if found is None:
+        return 0, None
+    return sum(entry.rows for entry in store.contents(found).entries([])), found.rows
+
+
+def _tell_kept(error: BaseException, out: str | os.PathLike[str]) -> None:
+    with contextlib.suppress(Exception):  # the interrupt is what matters
+        rows, total = kept(out)
+        note(error, f"{rows:,}{'' if total is None else f' of {total:,}'} rows are kept in {os.fspath(out)}.")
 
 
 def _check_room(job: Job) -> None:
@@ -266,6 +340,28 @@ def _check_room(job: Job) -> None:
 
 
 def finish(job: Job, whole: Manifest) -> Features:
-    """Check the shards, write the index, and open what is there: another rank may not be done yet."""
-    missing = job.store.finish(whole)
-    return open_features(job.request.out, incomplete=bool(missing))
+    """Check that every shard is there, write the index, and open the store."""
+    missing = job.store.finish(whole, job.task.entries)
+    if missing:
+        job.task.flush()
+        raise _incomplete(job, whole, missing)
+    if job.request.engine == "torchrun":
+        claims.clear(job.store.storage)
+    return open_features(job.request.out)
+
+
+_WHY = {
+    "local": "They were written, and then moved or deleted while the run went on.",
+    "torchrun": "A rank was killed or never came, or wrote to another folder: do all machines share this one?",
+    "ray": "The workers have written them, but not here: do all machines of the cluster share this folder?",
+}
+
+
+def _incomplete(job: Job, whole: Manifest, missing: list[int]) -> IncompleteStoreError:
+    first = whole.span(missing[0])[0]
+    together = next((i for i, shard in enumerate(missing) if shard != missing[0] + i), len(missing))
+    rows = f"rows {first} to {whole.span(missing[together - 1])[1] - 1}" + " and others" * (together < len(missing))
+    return IncompleteStoreError(
+        f"{job.store.url}: {rows} are not there at the end of the run ({len(missing)} of {whole.shards} shards). "
+        f"{_WHY[job.request.engine]} The same call again does only what is missing."
+    )

@@ -16,7 +16,7 @@ from torchhook._extract.forward import Forward
 from torchhook._extract.slabs import Slab
 from torchhook._extract.sources import Source
 from torchhook._extract.writer import Done, Writer
-from torchhook._features.api import Manifest, Store
+from torchhook._features.api import Entry, Manifest, Page, Store
 from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError, note
 
@@ -44,16 +44,27 @@ class Task:
     skip: bool = False
     check_nan: bool = True
     first: FirstBatch | None = None
+    page: Page | None = None
+    """Where to note the shards that are committed."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Its values may lie on a GPU that another process has not, and a batch knows its rows by a closure.
-        return {**self.__dict__, "first": None}
+        return {**self.__dict__, "first": None, "page": None}
 
-    def do_shard(self, shard: int) -> Done:
-        """Do one shard."""
-        done: list[Done] = []
-        self.do_shards([shard], done.append)
-        return done[0]
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The shards that were committed here."""
+        return () if self.page is None else self.page.entries
+
+    def note(self, done: Done) -> None:
+        """Remember a shard that is committed; what another one has committed first, that one remembers."""
+        if self.page is not None and done.ours:
+            self.page.add(done.entry)
+
+    def flush(self) -> None:
+        """Write down which shards were committed, for whoever opens the store or goes on with it."""
+        if self.page is not None:
+            self.page.flush()
 
     def do_shards(
         self,
@@ -65,6 +76,11 @@ class Task:
 
         ``done`` hears of each committed shard, from a writer's thread; ``passed`` of each batch.
         """
+
+        def committed(one: Done) -> None:
+            self.note(one)
+            done(one)
+
         wanted = todo if callable(todo) else set(todo).__contains__
         spans = [] if callable(todo) else [self.manifest.span(shard) for shard in todo]
         with evaluating_on(self.forward.model, self.device) as device:
@@ -75,7 +91,7 @@ class Task:
                 slabs=SLABS,
                 skip=self.skip,
                 check_nan=self.check_nan,
-                done=done,
+                done=committed,
             )
             try:
                 end = _Run(self, device, writer, wanted).over(spans, passed)

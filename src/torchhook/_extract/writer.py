@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchhook._extract.slabs import Slab, check_values
-from torchhook._features.api import Manifest, Store
+from torchhook._features.api import Entry, Manifest, Store
 from torchhook.errors import note
 
 _NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may overflow
@@ -22,13 +22,28 @@ _NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may ove
 class Done(NamedTuple):
     """A shard that is committed."""
 
-    shard: int
-    rows: int
-    nbytes: int
+    entry: Entry
+    """What the index says of it."""
     ours: bool
     """Whether this writer was the first."""
-    skipped: dict[int, str]
-    """Rows of the whole data set that were skipped, and why."""
+    first_row: int
+
+    @property
+    def shard(self) -> int:
+        return self.entry.shard
+
+    @property
+    def rows(self) -> int:
+        return self.entry.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.size
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Rows of the whole data set that were skipped, and why."""
+        return {self.first_row + int(row): why for row, why in self.entry.skipped.items()}
 
 
 class Writer:
@@ -109,6 +124,5 @@ class Writer:
         if slab.skipped:
             # Sorted: rows are skipped in any order, and the same rows must be the same bytes.
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
-        nbytes, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
-        skipped = {first + row: why for row, why in slab.skipped.items()}
-        self._done(Done(slab.shard, slab.rows, nbytes, ours, skipped))
+        entry, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
+        self._done(Done(entry, ours, first))

@@ -3,7 +3,9 @@
 from torchhook._features.differences import CHANGES
 from torchhook._features.direct_io import empty as aligned_empty
 from torchhook._features.features import Features, open_features
+from torchhook._features.index import Contents, Entry, Page
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec, Manifest, shown, versions
+from torchhook._features.storage import Storage, absolute
 from torchhook._features.store import Store
 from torchhook._features.verify import Report, verify
 
@@ -12,10 +14,15 @@ __all__ = [
     "IDS",
     "LABELS",
     "ColumnSpec",
+    "Contents",
+    "Entry",
     "Features",
     "Manifest",
+    "Page",
     "Report",
+    "Storage",
     "Store",
+    "absolute",
     "aligned_empty",
     "open_features",
     "shown",

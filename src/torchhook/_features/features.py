@@ -47,9 +47,9 @@ class Features:
         if found is None:
             raise FileNotFoundError(f"{self.path} is no feature store: it has no {manifest.NAME}.")
         # Listed once: the index and the shards are judged by the same state, while others may still be writing.
-        sizes = store.storage.sizes(shards.FOLDER)
+        there = store.contents(found)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
-        entries = index.own(found, index.read_index(store.storage, sizes, broken), broken)
+        entries = index.own(found, there.entries(broken), broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
         self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
@@ -64,6 +64,7 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
+        sizes = {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}
         self._shards = OpenShards(store.storage, sizes, mapped, {entry.shard: entry for entry in entries})
         self._columns: dict[str, Column] = {}
 

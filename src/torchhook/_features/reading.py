@@ -95,7 +95,7 @@ class OpenShards:
         known = self.entries.get(shard)
         if known is None or known.crc32 == header.crc32:
             return
-        plan = header.metadata.get("plan")
+        plan = header.metadata.get("plan", "")
         which = "a shard of another run" if plan != known.plan else "another shard than the store was finished with"
         raise BrokenShardError(
             f"{self.storage.url}: {shards.name_of(shard)} is {which} (checksum {header.crc32}, the index has "

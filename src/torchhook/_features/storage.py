@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import os
 import secrets
 import shutil
@@ -27,6 +28,8 @@ class Storage(Protocol):
     """Files by relative name."""
 
     url: str
+    lists_parts: bool
+    """Whether it pays to list only names with a prefix: an object store asks once for each thousand names."""
 
     def create(self, name: str, chunks: Chunks) -> bool:
         """Write a new file; ``False`` if there is one already, which then stays as it is."""
@@ -40,8 +43,11 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Take a file away; none there is fine."""
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Names (with the folder) and sizes of the files in a folder; an absent folder is empty."""
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
+        """Names (with the folder) and sizes of the files in a folder; an absent folder is empty.
+
+        Of those whose names begin with ``prefix``; the folder ``""`` is the store's own.
+        """
 
     def free(self) -> int | None:
         """Bytes that still fit, where one can know."""
@@ -51,6 +57,18 @@ class Storage(Protocol):
 
     def warm(self, folder: str) -> None:
         """The files of a folder are likely to be read now."""
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path as every process means the same by it, whatever its working folder is; a URL stays as it is.
+
+    >>> absolute("s3://bucket/features"), absolute("features") == os.path.abspath("features")
+    ('s3://bucket/features', True)
+    """
+    scheme, mark, rest = os.fspath(path).rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return os.fspath(path)
+    return scheme + mark + os.path.abspath(rest)
 
 
 def locate(path: str | os.PathLike[str]) -> Storage:
@@ -69,6 +87,8 @@ def locate(path: str | os.PathLike[str]) -> Storage:
 
 class Folder:
     """A folder of a file system with hard links."""
+
+    lists_parts = False  # one pass over a folder is cheap, and gives all of it
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.url = os.fspath(path)
@@ -144,12 +164,14 @@ class Folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.root / name)
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        try:
-            with os.scandir(self.root / folder) as entries:
-                return {f"{folder}/{e.name}": e.stat().st_size for e in entries if not e.name.startswith(".")}
-        except FileNotFoundError:
-            return {}
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+            for e in entries:
+                if e.name.startswith(prefix) and not e.name.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):  # deleted since: others are at work, too
+                        found[_joined(folder, e.name)] = e.stat().st_size
+        return found
 
     def free(self) -> int | None:
         # The store may not be there yet: the nearest folder above it is on the same disk.
@@ -158,6 +180,10 @@ class Folder:
 
     def warm(self, folder: str) -> None:
         direct_io.warm({self.root / name: size for name, size in self.sizes(folder).items()})
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _make_folder(folder: Path) -> None:
@@ -219,14 +245,25 @@ class Bucket:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.url}/{name}")
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
         # fsspec remembers listings: shards of other writers would never show.
         self.fs.invalidate_cache()
+        where = f"{self.url}/{folder}".rstrip("/")
         try:
-            found = self.fs.ls(f"{self.url}/{folder}", detail=True)
+            if prefix and self.lists_parts:
+                found = self.fs.find(where, detail=True, prefix=prefix).values()
+            else:
+                found = self.fs.ls(where, detail=True)
         except FileNotFoundError:
             return {}
-        return {f"{folder}/{e['name'].rsplit('/', 1)[-1]}": int(e["size"]) for e in found if e["type"] == "file"}
+        names = {e["name"].rsplit("/", 1)[-1]: int(e["size"]) for e in found if e["type"] == "file"}
+        return {_joined(folder, name): size for name, size in names.items() if name.startswith(prefix)}
+
+    @property
+    def lists_parts(self) -> bool:  # type: ignore[override]
+        # Those that hold objects can (S3, GCS, Azure); others would hand the word on to a listing that knows it not.
+        find = getattr(self.fs, "_find", self.fs.find)
+        return "prefix" in inspect.signature(find).parameters
 
     def free(self) -> int | None:
         return None

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from torchhook._features import formats, index, manifest, shards
+from torchhook._features.index import Contents, Entry
 from torchhook._features.manifest import ColumnSpec, Manifest
 from torchhook._features.reading import RangedShard
 from torchhook._features.storage import locate
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
 
+_LOOK = 16
+"""So many headers are read before a run, to see whose shards are there."""
+
+
 class Commit(NamedTuple):
     """What became of a shard."""
 
-    nbytes: int
+    entry: Entry
+    """What the index says of it."""
     ours: bool
     """Whether this writer was the first."""
 
@@ -48,19 +55,24 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def agree(self, mine: Manifest) -> Manifest:
-        """Make ``mine`` the store's own, or find out that it has the same one already; another one is refused."""
+    def agree(self, mine: Manifest, any_cut: bool = False, found: Contents | None = None) -> Manifest:
+        """Make ``mine`` the store's own, or find out that it has the same one already; another one is refused.
+
+        With ``any_cut``, the store may cut its rows into other shards than ``mine`` would: the first to write decides.
+        ``found`` is what is there, if that was listed already.
+        """
         there = self.manifest()
         if there is None:
-            self.check_shards(mine)
+            self._check_shards(mine, found)
             # Created, not written: of ranks that start together, every one has found none.
             if self.storage.create(manifest.NAME, [mine.to_json().encode()]):
                 return mine
             there = self.manifest()
             assert there is not None
-        differences = _refusal(mine, there)
+        wanted = dataclasses.replace(mine, rows_per_shard=there.rows_per_shard) if any_cut else mine
+        differences = _refusal(wanted, there)
         if not differences:
-            self.check_shards(there)
+            self._check_shards(there, found)
             return there
         # An attempt that failed before its first shard leaves nothing that could be of another run.
         if not self.sizes():
@@ -72,13 +84,15 @@ class Store:
             + "\nExtract to another path, or pass resume=False to begin again there."
         )
 
-    def check_shards(self, own: Manifest) -> None:
+    def _check_shards(self, own: Manifest, found: Contents | None) -> None:
         """Refuse shards of another run: a copied one, or one that two runs at once have left."""
-        sizes = self.storage.sizes(shards.FOLDER)
-        # Broken ones are refused when all are there: the others may still be made.
-        self._refuse_foreign(own, index.read_index(self.storage, sizes, []) if sizes else [])
+        found = self.contents(own) if found is None else found
+        # Of those that no index knows, only some: all of them are looked at in the end. Broken ones are refused then.
+        self._refuse_foreign(own, found.entries([], headers=_LOOK))
+        if found.gone:  # when they are made again, their checksums may be others
+            index.forget(self.storage, found.gone)
 
-    def _refuse_foreign(self, own: Manifest, entries: list[index.Entry]) -> None:
+    def _refuse_foreign(self, own: Manifest, entries: list[Entry]) -> None:
         foreign = [entry.shard for entry in entries if not own.is_own(entry.plan)]
         if not foreign:
             return
@@ -94,21 +108,26 @@ class Store:
     # -- shards ---------------------------------------------------------------------------------
 
     def sizes(self) -> dict[int, int]:
-        """The shards that are there, and their bytes."""
-        found = self.storage.sizes(shards.FOLDER)
-        return {number: size for name, size in found.items() if (number := shards.number_of(name)) is not None}
+        """The shards that are there, and their bytes: every one of them is listed."""
+        return index.numbered(self.storage.sizes(shards.FOLDER))
 
-    def missing(self, whole: Manifest) -> list[int] | None:
+    def contents(self, whole: Manifest, own: Iterable[Entry] = ()) -> Contents:
+        """What is there, by the listing and the index; ``own`` are shards that this process has made."""
+        return index.contents(self.storage, whole.shards, own, whole.plan)
+
+    def missing(self, whole: Manifest, own: Iterable[Entry] = ()) -> list[int] | None:
         """The shards that are not there; ``None`` while nobody knows how many there will be."""
-        return whole.missing(self.sizes())
+        return whole.missing(self.contents(whole, own).sizes)
 
     def commit(self, shard: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Commit:
         """Write a shard, whole or not at all. One of the same run that is there already stays as it is."""
         chunks = shards.encode(tensors, metadata)
-        ours = self.storage.create(shards.name_of(shard), chunks)
+        name, nbytes = shards.name_of(shard), sum(map(len, chunks))
+        ours = self.storage.create(name, chunks)
         if not ours:
             self._same_run(shard, metadata)
-        return Commit(sum(map(len, chunks)), ours)
+        # The header is all in the first chunk.
+        return Commit(index.of_header(shard, shards.header(name, lambda a, b: bytes(chunks[0][a:b]), nbytes)), ours)
 
     def _same_run(self, shard: int, metadata: Mapping[str, str]) -> None:
         # Gone again, because somebody clears the store, or broken: both show at the end.
@@ -124,9 +143,9 @@ class Store:
         name = shards.name_of(shard)
         return shards.header(name, lambda start, end: self.storage.read(name, start, end), size)
 
-    def rows(self, shard: int, size: int) -> StoredRows:
+    def rows(self, shard: int) -> StoredRows:
         """The rows of a shard, read one by one."""
-        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, size)))
+        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, None)))
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -138,10 +157,6 @@ class Store:
         """Remove what writers that were killed have left."""
         self.storage.sweep(shards.FOLDER)
 
-    def prune(self) -> None:
-        """Take shards that are gone out of the index: when they are made again, their checksums may be others."""
-        index.prune(self.storage, self.sizes())
-
     def clear(self) -> None:
         """Delete the store, if there is one; other files stay."""
         try:
@@ -150,11 +165,11 @@ class Store:
             if self._is_strangers():
                 raise
             known = True
+        index.forget(self.storage)  # first: it must not tell of what is gone
         for shard in self.sizes():
             # Without a manifest, files are ours if they say so themselves.
             if known or self._is_shard(shard):
                 self.storage.remove(shards.name_of(shard))
-        self.storage.remove(index.NAME)
         # The manifest goes last: while it is there, what is left is a store that lacks shards.
         self.storage.remove(manifest.NAME)
 
@@ -174,18 +189,29 @@ class Store:
             map(self._is_shard, self.sizes())
         )
 
-    def finish(self, whole: Manifest) -> list[int]:
-        """Check that the shards have the rows of ``whole``, write the index, and return the shards that are missing."""
-        entries = index.read_headers(self.storage)
+    def discard(self, gone: Iterable[int]) -> None:
+        """Delete some shards, for extraction to make them again."""
+        gone = list(gone)
+        index.forget(self.storage, gone)
+        for shard in gone:
+            self.storage.remove(shards.name_of(shard))
+
+    def finish(self, whole: Manifest, own: Iterable[Entry] = ()) -> list[int]:
+        """Check that the shards have the rows of ``whole``, write the index, and return the shards that are missing.
+
+        ``own`` are shards that this process has made, whose headers need not be read.
+        """
+        found = self.contents(whole, own)
+        entries = found.entries()
         there = self._still_ours(whole)
         self._refuse_foreign(whole, entries)
         index.check_rows(self.storage, whole, entries)
         if there.rows != whole.rows:  # a stream, which has come to its end only now
             self.storage.replace(manifest.NAME, whole.to_json().encode())
-        left = self.missing(whole) or []
+        left = whole.missing(found.sizes) or []
         # Before that, the next shard would make it out of date.
         if not left:
-            index.write_index(self.storage, entries)
+            index.write_index(found, entries)
         self.storage.warm(shards.FOLDER)
         return left
 

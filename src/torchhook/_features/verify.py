@@ -44,11 +44,7 @@ class Report:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
         # Of a missing one there is no file to delete.
         broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
-        store = Store(self.path)
-        for shard in broken:
-            store.storage.remove(shards.name_of(shard))
-        if broken:
-            index.prune(store.storage, store.sizes())
+        Store(self.path).discard(broken)
         return broken
 
     def __str__(self) -> str:
@@ -75,7 +71,7 @@ def verify(path: str | os.PathLike[str]) -> Report:
     there = store.sizes()
     # A stream that has not ended promises no number of shards: only gaps between them can be seen.
     expected = found.shards if found.shards is not None else max(there, default=-1) + 1
-    known = {entry.shard: entry for entry in index.read_file(store.storage)}
+    known = store.contents(found).known
     problems = []
     for shard in sorted({*range(expected), *there}):
         problem = _problem(store, found, shard, there.get(shard), expected, known.get(shard))
