@@ -21,6 +21,8 @@ from torchhook._features import direct_io
 from torchhook._features.direct_io import Chunks, fcntl
 from torchhook.errors import require
 
+_MOST_BYTES = 1 << 30
+_WINDOWS = os.name == "nt"
 _STALE_SECONDS = 30.0  # a living writer has no lock yet when it has just made its file
 
 
@@ -101,7 +103,8 @@ class Folder:
             return False
         with self._written(final, chunks) as temporary:
             try:
-                os.link(temporary, final)
+                # On Windows, a name is never given twice; elsewhere, that is what links are for.
+                (os.rename if _WINDOWS else os.link)(temporary, final)
             except FileExistsError:
                 return False
             except OSError as error:
@@ -124,7 +127,9 @@ class Folder:
         # and have the same pids.
         temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         # Not mkstemp, whose files only their owner may read: the mode stays with the file under its final name.
-        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # else Windows changes line ends
+        handle = os.open(temporary, flags, 0o666)
+        closed = False
         try:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # the lock only tells ``sweep`` that the writer lives
@@ -132,12 +137,16 @@ class Folder:
             try:
                 direct_io.write(handle, chunks)
                 os.fsync(handle)  # before it gets its name: a power cut could else leave the name without the bytes
+                if _WINDOWS:  # where an open file can be neither renamed nor deleted
+                    closed = True
+                    os.close(handle)
             except OSError as error:
                 error.filename = os.fspath(final)  # the system knows only the handle
                 raise
             yield temporary  # the handle stays open, and locked, until the file has its name
         finally:
-            os.close(handle)
+            if not closed:
+                os.close(handle)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         _sync_folder(final.parent)
@@ -156,9 +165,14 @@ class Folder:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with open(self.root / name, "rb", buffering=0) as file:
-            if end is None:
-                end = os.fstat(file.fileno()).st_size
-            return os.pread(file.fileno(), end - start, start)
+            left = (os.fstat(file.fileno()).st_size if end is None else end) - start
+            file.seek(start)
+            parts = []
+            # One read gives 2 GiB at most, and may give less.
+            while left > 0 and (part := file.read(min(left, _MOST_BYTES))):
+                parts.append(part)
+                left -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -195,6 +209,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    if _WINDOWS:  # which opens no folders, and has nothing to sync in them
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
