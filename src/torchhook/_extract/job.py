@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import claims, engines, fingerprint, first_stored, model_code, sources
+from torchhook._extract import claims, engines, fingerprint, first_stored, model_code, skips, sources
 from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
@@ -60,6 +60,8 @@ class Request:
     progress: bool
     autocast: torch.dtype | bool | None
     engine_options: dict[str, Any]
+    max_skipped: int | float | None = None
+    retry_skipped: bool = False
     dry_run: bool = False
 
     @property
@@ -92,6 +94,14 @@ def check(request: Request) -> None:
         require("ray", "ray")
     elif request.engine_options:
         raise ValueError(f"engine_options={request.engine_options} are for engine='ray'.")
+    if request.max_skipped is not None:
+        skips.check(request.max_skipped)
+        if not request.skip:
+            raise ValueError(f"max_skipped={request.max_skipped} is for on_error='skip'.")
+    if request.engine == "torchrun" and engines.ranks()[1] > 1 and request.retry_skipped:
+        raise ExtractError(
+            "retry_skipped=True: ranks would delete each other's shards. Call it once with engine='local'."
+        )
     if request.engine == "torchrun" and engines.ranks()[1] > 1 and not request.resume and Store(request.out).manifest():
         raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
 
@@ -120,6 +130,8 @@ class Job:
     """Bytes of the store that will be replaced."""
     found: Contents | None
     """What the store holds, if the run goes on with it."""
+    again: list[int]
+    """Shards that are made anew, because rows of them were skipped."""
 
 
 def prepare(request: Request) -> Job:
@@ -154,14 +166,17 @@ def prepare(request: Request) -> Job:
         device=request.run_on,
         skip=request.skip,
         check_nan=request.nan == "raise",
+        skips=skips.Skips(request.max_skipped, source.rows),
         first=measured.first,
     )
     found = store.contents(manifest)
-    there = set(found.sizes) if request.resume else set()
+    retried = request.retry_skipped and request.resume
+    again = [entry.shard for entry in found.entries([]) if entry.skipped] if retried else []
+    there = set(found.sizes).difference(again) if request.resume else set()
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
     freed = 0 if request.resume else sum(found.sizes.values())
-    return Job(request, store, task, there, todo, estimate, freed, found if request.resume else None)
+    return Job(request, store, task, there, todo, estimate, freed, found if request.resume else None, again)
 
 
 def _before(request: Request, store: Store) -> Manifest | None:
@@ -279,6 +294,7 @@ def execute(job: Job) -> Manifest:
         job = dataclasses.replace(job, there=set(), todo=store.missing(agreed))
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
+    store.discard(job.again)
     if request.engine != "torchrun" or engines.ranks()[0] == 0:  # one rank is enough to prove it
         first_stored.check(job.task, job.there)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
