@@ -190,7 +190,7 @@ def test_a_renamed_file_is_other_data(tmp_path, photos):
     go(photos, tmp_path / "o")
     (tmp_path / "o" / "shards" / "s000000003.safetensors").unlink()
     (photos / "03.png").rename(photos / "99.png")
-    with pytest.raises(StoreMismatchError, match=r"the files of rows 3 to 5, .* have other names or contents"):
+    with pytest.raises(StoreMismatchError, match=r"rows 3 to 5, .* of the data have files of other names or contents"):
         go(photos, tmp_path / "o")
 
 
@@ -200,7 +200,7 @@ def test_another_folder_of_the_same_length_and_an_exchanged_file_are_other_data(
     shutil.copytree(photos, other)
     assert len(go(other, tmp_path / "o")) == 40  # a copy of the folder is the same data
     shutil.copy(other / "05.png", other / "06.png")
-    with pytest.raises(StoreMismatchError, match="the files of rows 6 to 8 have"):
+    with pytest.raises(StoreMismatchError, match="rows 6 to 8 of the data have files of other"):
         go(other, tmp_path / "o")
 
 
@@ -235,5 +235,5 @@ def test_folders_in_torchvisions_manner_are_known_by_their_files(tmp_path, photo
     with pytest.raises(StoreMismatchError, match="data, preparation"):
         call(size=6)
     (photos / "a" / "03.png").rename(photos / "a" / "99.png")
-    with pytest.raises(StoreMismatchError, match="the files of rows 3 to 5, .* have other names"):
+    with pytest.raises(StoreMismatchError, match="rows 3 to 5, .* have files of other names"):
         call()

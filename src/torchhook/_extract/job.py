@@ -130,8 +130,8 @@ class Job:
     """Bytes of the store that will be replaced."""
     found: Contents | None
     """What the store holds, if the run goes on with it."""
-    again: list[int]
-    """Shards that are made anew, because rows of them were skipped."""
+    again: dict[int, dict[str, str]]
+    """Shards that are made anew, and which of their rows were skipped."""
 
 
 def prepare(request: Request) -> Job:
@@ -169,9 +169,10 @@ def prepare(request: Request) -> Job:
         skips=skips.Skips(request.max_skipped, source.rows),
         first=measured.first,
     )
-    found = store.contents(manifest)
+    # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
+    found = store.contents(manifest if before is None else before)
     retried = request.retry_skipped and request.resume
-    again = [entry.shard for entry in found.entries([]) if entry.skipped] if retried else []
+    again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set(found.sizes).difference(again) if request.resume else set()
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
@@ -289,7 +290,7 @@ def execute(job: Job) -> Manifest:
     if not request.resume:
         store.clear()
     mine = job.task.manifest
-    agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found)
+    agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found, _retried(job))
     if agreed.rows_per_shard != mine.rows_per_shard:  # another process was first, and cuts them in its own way
         job = dataclasses.replace(job, there=set(), todo=store.missing(agreed))
     # After the two agree: what lies in the store of another run is not ours to remove.
@@ -310,6 +311,12 @@ def execute(job: Job) -> Manifest:
     finally:
         progress.close()
     return dataclasses.replace(agreed, rows=rows)
+
+
+def _retried(job: Job) -> list[int]:
+    """The rows that are tried again, by their numbers in the data."""
+    size = job.task.manifest.rows_per_shard
+    return [shard * size + int(row) for shard, rows in job.again.items() for row in rows]
 
 
 def _run(job: Job, progress: Progress) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 CHANGES = "(changes as it runs)"
@@ -12,7 +12,7 @@ _DIGEST = re.compile(r"\b[0-9a-f]{12}\b")
 _SPANS = {
     "rows": "{} of the data {} read otherwise",
     "contents": "{} of the data {} not the same",
-    "files": "the files of {} {} other names or contents",
+    "files": "{} of the data {} files of other names or contents",
     "ids": "the ids of {} {} others",
     "labels": "the labels of {} {} others",
 }
@@ -35,8 +35,11 @@ def code(mine: Mapping[str, str], theirs: Mapping[str, str], same_python: bool) 
         yield from texts(f"code of {name}", one, other, same_python)
 
 
-def data(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Differences in what was read of the data; what only one of them could tell is not compared."""
+def data(mine: Mapping[str, Any], theirs: Mapping[str, Any], accepted: Mapping[str, Any]) -> Iterator[str]:
+    """Differences in what was read of the data; what only one of them could tell is not compared.
+
+    ``accepted`` are spans that were repaired since the store was begun.
+    """
     # A row that is another one each time it is read says nothing.
     repeats = mine.get("repeats", True) and theirs.get("repeats", True)
     for name in mine:
@@ -45,9 +48,31 @@ def data(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
         one, other = mine[name], theirs[name]
         if name not in _SPANS or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
             yield from texts(f"data, {name}", one, other)
-        # None stands for a row that could not be read: it may be there again.
-        elif found := [span for span in one if None not in (one[span], other.get(span)) and one[span] != other[span]]:
-            yield f"data: {_spans(name, found)}"
+        else:
+            known = accepted.get(name, {})
+            if found := [span for span in _differing(one, other) if one[span] != known.get(span)]:
+                yield f"data: {_spans(name, found)}"
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    # None stands for a row that could not be read: it may be there again.
+    return [span for span in one if None not in (one[span], other.get(span)) and one[span] != other[span]]
+
+
+def repaired(mine: Mapping[str, Any], theirs: Mapping[str, Any], rows: Collection[int]) -> dict[str, dict[str, Any]]:
+    """Spans that are not what they were, and have rows which are done again because they could not be: as they are now."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("files", "contents", "rows"):
+        one, other = mine.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            spans = [span for span in _differing(one, other) if _holds(span, rows)]
+            found |= {name: {span: one[span] for span in spans}} if spans else {}
+    return found
+
+
+def _holds(span: str, rows: Collection[int]) -> bool:
+    first, _, last = span.partition("-")
+    return any(int(first) <= row <= int(last or first) for row in rows)
 
 
 def _spans(name: str, found: list[str]) -> str:

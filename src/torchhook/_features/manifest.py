@@ -199,7 +199,7 @@ class Manifest:
                 yield from differences.code(mine, theirs, same_python)
                 continue
             if field == "data":
-                yield from differences.data(mine, theirs)
+                yield from differences.data(mine, theirs, other.about.get("repaired", {}))
                 continue
             if field == "columns":
                 mine, theirs = [str(column) for column in mine], [str(column) for column in theirs]
@@ -214,6 +214,13 @@ class Manifest:
     def _python(self) -> str:
         """The version of Python, as far as it decides what code looks like."""
         return ".".join(str(self.about.get("versions", {}).get("python", "")).split(".")[:2])
+
+    def accepting(self, data: Mapping[str, Any], rows: Collection[int]) -> Manifest:
+        """The same, where the data of some rows may have been repaired since; the plan stays, and so do the shards."""
+        found = differences.repaired(data, self.data, rows)
+        before = self.about.get("repaired", {})
+        merged = {name: {**before.get(name, {}), **found.get(name, {})} for name in {**before, **found}}
+        return self if merged == before else dataclasses.replace(self, about={**self.about, "repaired": merged})
 
     # -- shards ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -55,11 +55,13 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def agree(self, mine: Manifest, any_cut: bool = False, found: Contents | None = None) -> Manifest:
+    def agree(
+        self, mine: Manifest, any_cut: bool = False, found: Contents | None = None, retried: Collection[int] = ()
+    ) -> Manifest:
         """Make ``mine`` the store's own, or find out that it has the same one already; another one is refused.
 
         With ``any_cut``, the store may cut its rows into other shards than ``mine`` would: the first to write decides.
-        ``found`` is what is there, if that was listed already.
+        ``found`` is what is there, if that was listed already; ``retried`` are rows whose data may have been repaired.
         """
         there = self.manifest()
         if there is None:
@@ -69,6 +71,7 @@ class Store:
                 return mine
             there = self.manifest()
             assert there is not None
+        there = self._accepting(there, mine, retried)
         wanted = dataclasses.replace(mine, rows_per_shard=there.rows_per_shard) if any_cut else mine
         differences = _refusal(wanted, there)
         if not differences:
@@ -82,7 +85,14 @@ class Store:
             f"{self.url} holds the features of another run:\n  "
             + "\n  ".join(differences)
             + "\nExtract to another path, or pass resume=False to begin again there."
+            + _retry_hint(found)
         )
+
+    def _accepting(self, there: Manifest, mine: Manifest, rows: Collection[int]) -> Manifest:
+        known = there.accepting(mine.data, rows)
+        if known is not there and known.plan is not None:
+            self.storage.replace(manifest.NAME, known.to_json().encode())
+        return known
 
     def _check_shards(self, own: Manifest, found: Contents | None) -> None:
         """Refuse shards of another run: a copied one, or one that two runs at once have left."""
@@ -241,6 +251,12 @@ class StoredRows:
             return self._shard.rows(spec.name, row, row + 1)[0]
         first, last = self._shard.rows(spec.offsets, row, row + 2).tolist()
         return self._shard.rows(spec.name, first, last)
+
+
+def _retry_hint(found: Contents | None) -> str:
+    # Only what the index knows: this is no reason to read every header.
+    skipped = sum(len(entry.skipped) for entry in found.known.values()) if found is not None else 0
+    return f" {skipped} rows were skipped: where only these were repaired, retry_skipped=True." if skipped else ""
 
 
 def _refusal(mine: Manifest, there: Manifest) -> list[str]:
