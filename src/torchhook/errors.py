@@ -25,6 +25,7 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+UnrepeatableDataWarning  (UserWarning)                 the rows of the data are others each time they are read
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ __all__ = [
     "TorchVersionError",
     "TrainingWarning",
     "TransformError",
+    "UnrepeatableDataWarning",
 ]
 
 
@@ -178,6 +180,10 @@ class GuardWarning(UserWarning):
 
 class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
+
+
+class UnrepeatableDataWarning(UserWarning):
+    """The rows of the data are others each time they are read, so that a run cannot be compared with another."""
 
 
 def warn(message: str, category: type[Warning]) -> None:

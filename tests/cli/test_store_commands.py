@@ -60,3 +60,46 @@ def test_rows_per_shard_is_an_option(torchhook: Command, tmp_path: Path, many: P
     refused = torchhook(*line, "--no-progress", "--rows-per-shard", 0)
     assert refused.code == 2
     assert "rows_per_shard=0: give a positive number" in refused.err
+
+
+@pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5,0.5,0.5"), ("--std", "0.5,0.5,0.5")])
+def test_another_preparation_of_images_is_refused_by_name(torchhook: Command, tmp_path: Path, other) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "photos").mkdir()
+    for i in range(4):
+        image.new("RGB", (20, 20), (40 * i, 100, 200)).save(tmp_path / "photos" / f"{i}.png")
+    line = ("extract", "tests.cli.nets:small", "--data", tmp_path / "photos", "-s", "0", "-o", tmp_path / "f")
+    assert torchhook(*line, "--no-progress", "--size", "8").code == 0
+    assert torchhook(*line, "--no-progress", "--size", "8").code == 0
+    refused = torchhook(*line, "--no-progress", *(other if other[0] == "--size" else ("--size", "8", *other)))
+    assert refused.code == 2
+    assert "data, preparation: the store has" in refused.err
+
+
+def test_broken_images_are_left_out_up_to_a_limit_and_tried_again(torchhook: Command, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "photos").mkdir()
+    for i in range(10):
+        image.new("RGB", (8, 8), (20 * i, 100, 200)).save(tmp_path / "photos" / f"{i}.bmp")
+    whole = (tmp_path / "photos" / "5.bmp").read_bytes()
+    line = ("extract", "tests.cli.nets:small", "--data", tmp_path / "photos", "-s", "0", "-o", tmp_path / "f")
+    (tmp_path / "photos" / "5.bmp").write_bytes(b"BM" + bytes(len(whole) - 2))
+    line = (*line, "--no-progress", "--size", "8", "--skip-errors")
+    refused = torchhook(*line, "--max-skipped", "0")
+    assert refused.code == 2
+    assert "--max-skipped 0" in refused.err
+    assert "--retry-skipped" in refused.err
+    assert torchhook(*line, "--max-skipped", "1").code == 0
+    assert set(open_features(tmp_path / "f").skipped) == {5}
+    (tmp_path / "photos" / "5.bmp").write_bytes(whole)
+    refused = torchhook(*line)
+    assert refused.code == 2
+    assert "row 5 of the data has files of other names or contents" in refused.err
+    assert "1 rows were skipped: where only these were repaired, --retry-skipped" in refused.err
+    assert torchhook(*line, "--retry-skipped").code == 0
+    for again in ((), ("--retry-skipped",)):
+        assert torchhook(*line, *again).code == 0
+    assert open_features(tmp_path / "f").skipped == {}
+    assert open_features(tmp_path / "f").verify().ok
+    (tmp_path / "photos" / "6.bmp").write_bytes(whole)
+    assert torchhook(*line, "--retry-skipped").code == 2

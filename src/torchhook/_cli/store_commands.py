@@ -41,6 +41,8 @@ def extract(
     workers: Annotated[int | None, typer.Option(help="Processes that load the data.")] = None,
     resume: Annotated[bool, typer.Option(help="Do only what is missing, or begin anew.")] = True,
     skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Leave out rows that cannot be loaded.")] = False,
+    max_skipped: Annotated[float | None, typer.Option(help="So many rows may be left out, or a share below 1.")] = None,
+    retry_skipped: Annotated[bool, typer.Option("--retry-skipped", help="Try rows again that were left out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     size: options.Size = None,
@@ -83,6 +85,8 @@ def extract(
             workers=workers,
             resume=resume,
             on_error="skip" if skip_errors else "raise",
+            max_skipped=_number(max_skipped),
+            retry_skipped=retry_skipped,
             progress=progress and not json,
             dry_run=dry_run,
         )
@@ -100,6 +104,11 @@ def _say_kept(out: str) -> None:
     rows, total = kept(out)
     of = "" if total is None else f" of {total:,}"
     console.say(f"stopped: {rows:,}{of} rows are kept in {out}; the same command goes on from there.")
+
+
+def _number(limit: float | None) -> int | float | None:
+    """A count where it is a whole number: a command line has no two ways to write one."""
+    return int(limit) if limit is not None and limit == int(limit) and limit != 1.0 else limit
 
 
 def _data(path: Path, net: Any, wanted: inputs.Options) -> Any:

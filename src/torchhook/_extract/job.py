@@ -10,26 +10,28 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import claims, engines, fingerprint, sources
+from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
+from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward, Transforms
+from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
-from torchhook._features.api import Features, Manifest, Page, Store, open_features, versions
+from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, IncompleteStoreError, note, require
+from torchhook.errors import ExtractError, UnrepeatableDataWarning, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Request:
     progress: bool
     autocast: torch.dtype | bool | None
     engine_options: dict[str, Any]
+    max_skipped: int | float | None = None
+    retry_skipped: bool = False
     dry_run: bool = False
 
     @property
@@ -95,6 +99,14 @@ def check(request: Request) -> None:
         require("ray", "ray")
     elif request.engine_options:
         raise ValueError(f"engine_options={request.engine_options} are for engine='ray'.")
+    if request.max_skipped is not None:
+        skips.check(request.max_skipped)
+        if not request.skip:
+            raise ValueError(f"max_skipped={request.max_skipped} is for on_error='skip'.")
+    if request.engine == "torchrun" and engines.ranks()[1] > 1 and request.retry_skipped:
+        raise ExtractError(
+            "retry_skipped=True: ranks would delete each other's shards. Call it once with engine='local'."
+        )
     if request.engine == "torchrun" and engines.ranks()[1] > 1 and not request.resume and Store(request.out).manifest():
         raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
 
@@ -121,10 +133,19 @@ class Job:
     estimate: Estimate
     freed: int
     """Bytes of the store that will be replaced."""
+    found: Contents | None
+    """What the store holds, if the run goes on with it."""
+    again: dict[int, dict[str, str]]
+    """Shards that are made anew, and which of their rows were skipped."""
+    turns: engines.Turns | None
+    """What a rank has claimed already."""
 
 
-def prepare(request: Request) -> Job:
-    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do."""
+def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
+    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do.
+
+    ``None`` for a rank that comes to a run of which the others have done everything. ``stack`` ends with the call.
+    """
     store = Store(request.out)
     forward = Forward(
         request.model,
@@ -133,16 +154,24 @@ def prepare(request: Request) -> Job:
         input_fn=request.input_fn,
         autocast=request.autocast,
     )
-    before = _before(request, store)
+    before, turns = _before(request, store, stack)
+    at = _first_row(request, before) if turns is None else turns.first_row()
+    if at is None:
+        return None
     with evaluating_on(request.model, request.run_on) as device:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
-        there = store.contents(before).sizes if before is not None else {}
-        at = 0 if there else _first_row(request, source, before)
+        # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
+        found = None if before is None else store.contents(before)
+        at = at if source.rows is not None and at < source.rows and not (turns is None and found and found.sizes) else 0
         timed = request.any_cut and before is None
+        code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
-    manifest = _manifest(request, forward, source, measured, before)
+    code = model_code.steady(code, _code(request, forward))
+    identity = Identity(code, of_data(source, ids, request.labels), device.type)
+    identity.warn()
+    manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
         forward,
         source,
@@ -152,37 +181,44 @@ def prepare(request: Request) -> Job:
         device=request.run_on,
         skip=request.skip,
         check_nan=request.nan == "raise",
+        skips=skips.Skips(request.max_skipped, source.rows),
         first=measured.first,
     )
-    if before is None or before.shards != manifest.shards:
-        there = store.contents(manifest).sizes
-    freed = sum(there.values()) if request.replaces else 0
-    there = {} if request.replaces else there
+    if found is None:
+        found = store.contents(manifest)
+    retried = request.retry_skipped and not request.replaces
+    again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
+    there = set() if request.replaces else set(found.sizes).difference(again)
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
-    return Job(request, store, task, set(there), todo, estimate, freed)
+    freed = sum(found.sizes.values()) if request.replaces else 0
+    held = None if request.replaces else found
+    return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
 
 
-def _before(request: Request, store: Store) -> Manifest | None:
-    """What the store holds that the run goes on with; ranks first wait until they see the one of their job."""
+def _before(
+    request: Request, store: Store, stack: contextlib.ExitStack
+) -> tuple[Manifest | None, engines.Turns | None]:
+    """What the store holds that the run goes on with; ranks first wait until they see the one of their job.
+
+    They claim their first block here: what is measured of it need not be run again, by this rank or another.
+    """
     before = None if request.replaces else store.manifest()
     if request.engine != "torchrun" or request.dry_run:
-        return before
+        return before, None
     # A rank that comes when all is done finds nobody to wait for.
-    if before is None or store.missing(before) != []:
-        engines.meet(store, request.progress)
-        before = store.manifest()
-    return before
+    if (before is not None and store.missing(before) == []) or not engines.meet(store, request.progress):
+        return before, None
+    before = store.manifest()
+    if before is None or before.shards is None:
+        return before, None
+    return before, stack.enter_context(engines.Turns(store, before))
 
 
-def _first_row(request: Request, source: Source, before: Manifest | None) -> int:
-    """Where the work of this process begins: what is measured there need not be run again, here or by another rank."""
+def _first_row(request: Request, before: Manifest | None) -> int:
+    """Where the work of a rank begins that was started by hand, if one can know."""
     size = request.rows_per_shard or (before and before.rows_per_shard)
-    if request.engine != "torchrun" or not size or not source.rows:
-        return 0
-    rank, world = engines.ranks()
-    cut = engines.blocks(-(-source.rows // size), world)
-    return cut[rank].start * size if rank < len(cut) else 0
+    return engines.ranks()[0] * size if request.engine == "torchrun" and size else 0
 
 
 def _ranks(request: Request) -> int:
@@ -202,8 +238,35 @@ def _source(request: Request, pin: bool) -> Source:
     return source
 
 
+def _code(request: Request, forward: Forward) -> dict[str, str]:
+    functions = {"transform": forward.transform, "input_fn": request.input_fn, "lengths": request.lengths}
+    return model_code.facts(forward.index, functions)
+
+
+class Identity(NamedTuple):
+    """What is known of the code and of the data, beside the numbers of the model."""
+
+    code: dict[str, str]
+    data: dict[str, Any]
+    device: str
+
+    def warn(self) -> None:
+        if not self.data.get("repeats", True):
+            warn(
+                "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
+                "time (random augmentation?). The features are stored as they come; that a resumed run "
+                "has the same data, and the same model, cannot be checked.",
+                UnrepeatableDataWarning,
+            )
+
+
 def _manifest(
-    request: Request, forward: Forward, source: Source, measured: Measure, before: Manifest | None
+    request: Request,
+    forward: Forward,
+    source: Source,
+    measured: Measure,
+    before: Manifest | None,
+    identity: Identity,
 ) -> Manifest:
     """What this run would write. Where the call leaves it open, a store that is there decides."""
     rows_per_shard = request.rows_per_shard
@@ -216,14 +279,20 @@ def _manifest(
         rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
         model=fingerprint.of_model(request.model),
-        transform=fingerprint.of_function(forward.transform),
-        input_fn=fingerprint.of_function(request.input_fn),
-        lengths=fingerprint.of_function(request.lengths),
+        transform=of_function(forward.transform, values=False),
+        input_fn=of_function(request.input_fn, values=False),
+        lengths=of_function(request.lengths, values=False),
         dtype=None if request.dtype is None else str(request.dtype).removeprefix("torch."),
         autocast=None if not request.autocast else str(request.autocast).removeprefix("torch."),
         source=source.kind,
         row_bytes=measured.row_bytes if before is None else before.row_bytes,
-        about={"batch_size": source.batch_size or measured.batch_rows, "versions": versions()},
+        code=identity.code,
+        data=identity.data,
+        about={
+            "batch_size": source.batch_size or measured.batch_rows,
+            "device": identity.device,
+            "versions": versions(),
+        },
     )
 
 
@@ -238,11 +307,14 @@ def execute(job: Job) -> Manifest:
     if request.replaces:
         store.clear()
     mine = job.task.manifest
-    agreed = job.task.manifest = store.agree(mine, any_cut=request.any_cut)
+    agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found, _retried(job))
     if agreed.rows_per_shard != mine.rows_per_shard:  # another process was first, and cuts them in its own way
         job = dataclasses.replace(job, there=set(), todo=store.missing(agreed))
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
+    store.discard(job.again)
+    if request.engine != "torchrun" or engines.ranks()[0] == 0:  # one rank is enough to prove it
+        first_stored.check(job.task, job.there)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())
     job.task.page = Page(store.storage)
@@ -251,11 +323,17 @@ def execute(job: Job) -> Manifest:
     except BaseException as error:
         job.task.flush()  # else the next run would have to ask every shard what it is
         if isinstance(error, KeyboardInterrupt):
-            _tell_kept(error, request.out)
+            completion.tell_kept(error, request.out)
         raise
     finally:
         progress.close()
     return dataclasses.replace(agreed, rows=rows)
+
+
+def _retried(job: Job) -> list[int]:
+    """The rows that are tried again, by their numbers in the data."""
+    size = job.task.manifest.rows_per_shard
+    return [shard * size + int(row) for shard, rows in job.again.items() for row in rows]
 
 
 def _run(job: Job, progress: Progress) -> int | None:
@@ -264,25 +342,8 @@ def _run(job: Job, progress: Progress) -> int | None:
         seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
         return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
     if request.engine == "torchrun":
-        if job.todo != []:
-            engines.mark(job.store)
-        return engines.torchrun(job.task, progress, job.there)
+        return engines.torchrun(job.task, progress, job.there, job.turns)
     return engines.local(job.task, progress, job.todo, job.there)
-
-
-def kept(out: str | os.PathLike[str]) -> tuple[int, int | None]:
-    """How many rows a store has by now, and how many it will have, if one knows."""
-    store = Store(out)
-    found = store.manifest()
-    if found is None:
-        return 0, None
-    return sum(entry.rows for entry in store.contents(found).entries([])), found.rows
-
-
-def _tell_kept(error: BaseException, out: str | os.PathLike[str]) -> None:
-    with contextlib.suppress(Exception):  # the interrupt is what matters
-        rows, total = kept(out)
-        note(error, f"{rows:,}{'' if total is None else f' of {total:,}'} rows are kept in {os.fspath(out)}.")
 
 
 def _check_room(job: Job) -> None:
@@ -304,27 +365,4 @@ def _check_room(job: Job) -> None:
 
 def finish(job: Job, whole: Manifest) -> Features:
     """Check that every shard is there, write the index, and open the store."""
-    missing = job.store.finish(whole, job.task.entries)
-    if missing:
-        job.task.flush()
-        raise _incomplete(job, whole, missing)
-    if job.request.engine == "torchrun":
-        claims.clear(job.store.storage)
-    return open_features(job.request.out)
-
-
-_WHY = {
-    "local": "They were written, and then moved or deleted while the run went on.",
-    "torchrun": "A rank was killed or never came, or wrote to another folder: do all machines share this one?",
-    "ray": "The workers have written them, but not here: do all machines of the cluster share this folder?",
-}
-
-
-def _incomplete(job: Job, whole: Manifest, missing: list[int]) -> IncompleteStoreError:
-    first = whole.span(missing[0])[0]
-    together = next((i for i, shard in enumerate(missing) if shard != missing[0] + i), len(missing))
-    rows = f"rows {first} to {whole.span(missing[together - 1])[1] - 1}" + " and others" * (together < len(missing))
-    return IncompleteStoreError(
-        f"{job.store.url}: {rows} are not there at the end of the run ({len(missing)} of {whole.shards} shards). "
-        f"{_WHY[job.request.engine]} The same call again does only what is missing."
-    )
+    return completion.finish(job.store, job.task, whole, job.request.engine)

@@ -93,11 +93,14 @@ class Indexed:
 
     def first(self, at: int = 0) -> Iterator[Batch]:
         """Batches to measure with, from row ``at`` on, loaded here and now."""
-        # Without workers: starting them takes longer than to load a batch.
+        assert self.rows is not None
+        yield from self.here([(at, self.rows)] if self.rows > at else [])
+
+    def here(self, spans: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Batches of some spans, loaded in this process: starting workers takes longer than to load a batch."""
         options, self.options = self.options, {}
         try:
-            assert self.rows is not None
-            yield from self.batches([(at, self.rows)] if self.rows > at else [])
+            yield from self.batches(spans)
         finally:
             self.options = options
 

@@ -49,7 +49,7 @@ class Features:
         # Listed once: the index and the shards are judged by the same state, while others may still be writing.
         there = store.contents(found)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
-        entries = there.entries(broken)
+        entries = index.own(found, there.entries(broken), broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
         self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
@@ -64,9 +64,8 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(
-            store.storage, {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}, mapped
-        )
+        sizes = {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}
+        self._shards = OpenShards(store.storage, sizes, mapped, {entry.shard: entry for entry in entries})
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:
@@ -168,7 +167,9 @@ class Features:
             f"transform: {about.transform}",
         ]
         if self.skipped:
-            notes.append(f"skipped: {len(self.skipped)} rows, see .skipped")
+            notes.append(
+                f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
+            )
         if self.missing:
             notes.append(f"incomplete: {len(self.missing)} shards are missing")
         rows = [[shown(spec.name), spec.row] for spec in about.columns]

@@ -66,14 +66,22 @@ class Contents:
     """Those of them that an index knows."""
     pages: tuple[str, ...]
     """The files of the index that are no more than a part of it."""
-    whole: frozenset[int]
-    """The shards in ``index.json`` itself."""
+    whole: list[Entry]
+    """What ``index.json`` itself says."""
+    gone: frozenset[int]
+    """Shards that an index knows, and that are not there."""
 
-    def entries(self, broken: list[str] | None = None) -> list[Entry]:
-        """One for each shard. What is wrong with broken ones goes to ``broken``, or is raised."""
+    def entries(self, broken: list[str] | None = None, headers: int | None = None) -> list[Entry]:
+        """One for each shard. What is wrong with broken ones goes to ``broken``, or is raised.
+
+        Of shards that the index does not know, no more than ``headers`` are read, if that is said.
+        """
         found = []
+        left = len(self.sizes) if headers is None else headers
         for shard, nbytes in sorted(self.sizes.items()):
-            entry = self.known.get(shard) or self._read(shard, nbytes, broken)
+            entry = self.known.get(shard)
+            if entry is None and left > 0:
+                entry, left = self._read(shard, nbytes, broken), left - 1
             if entry is not None:
                 found.append(entry)
         return found
@@ -89,10 +97,14 @@ class Contents:
         return None
 
 
-def contents(storage: Storage, count: int | None, own: Iterable[Entry] = ()) -> Contents:
-    """What a store of ``count`` shards holds, if one knows how many; ``own`` are those that this process has made."""
+def contents(storage: Storage, count: int | None, own: Iterable[Entry] = (), plan: str | None = None) -> Contents:
+    """What a store of ``count`` shards holds, if one knows how many; ``own`` are those that this process has made.
+
+    What the index tells of shards of another ``plan`` is not believed: another run may have written it here, too.
+    """
     whole, parts, pages = _cached(storage)
-    known = {entry.shard: entry for entry in (*whole, *parts, *own)}
+    told = [*whole, *parts, *own]
+    known = {entry.shard: entry for entry in told if plan is None or entry.plan == plan}
     if count is None or count <= LISTED or not storage.lists_parts:
         sizes = numbered(storage.sizes(shards.FOLDER))
     else:
@@ -102,7 +114,8 @@ def contents(storage: Storage, count: int | None, own: Iterable[Entry] = ()) -> 
             sizes |= numbered(storage.sizes(shards.FOLDER, prefix))
     # Names and sizes are all that a listing tells: a shard of another size is not the one that the index knows.
     known = {shard: entry for shard, entry in known.items() if sizes.get(shard) == entry.size}
-    return Contents(storage, sizes, known, pages, frozenset(entry.shard for entry in whole))
+    gone = frozenset(entry.shard for entry in told if entry.shard not in sizes)
+    return Contents(storage, sizes, known, pages, whole, gone)
 
 
 def numbered(sizes: dict[str, int]) -> dict[int, int]:
@@ -163,7 +176,7 @@ def _read(storage: Storage, name: str) -> list[Entry] | None:
 
 def write_index(found: Contents, entries: list[Entry]) -> None:
     """Write the index of a complete store, if it is not there already: such a store may be one that is not writable."""
-    if found.pages or found.whole != {e.shard for e in entries} or len(found.known) != len(entries):
+    if found.pages or found.whole != entries:
         found.storage.replace(NAME, json.dumps(entries).encode())
         for page in found.pages:
             found.storage.remove(page)
@@ -211,6 +224,13 @@ class Page:
         # All of it each time, so that there is one file for each process, but never more than a tenth of the time.
         took = time.monotonic() - start
         self._due = time.monotonic() + max(_FLUSH_SECONDS, 10 * took)
+
+
+def own(manifest: Manifest, entries: list[Entry], broken: list[str]) -> list[Entry]:
+    """The shards that belong to the run of a manifest; what there is of other runs goes to ``broken``."""
+    foreign = [entry.shard for entry in entries if not manifest.is_own(entry.plan)]
+    broken += [f"{shards.name_of(shard)} is of another run: foreign." for shard in foreign]
+    return [entry for entry in entries if manifest.is_own(entry.plan)]
 
 
 def check_rows(storage: Storage, manifest: Manifest, entries: list[Entry]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from torchhook._features import shards
+from torchhook._features.index import REPAIR, Entry
 from torchhook._features.storage import Folder, Storage
+from torchhook.errors import BrokenShardError
 
 _MOST_MAPS = 4096  # a process may have about 65,000
 
@@ -64,8 +67,8 @@ class RangedShard:
 class OpenShards:
     """The open shards of a store, the latest of them kept open."""
 
-    def __init__(self, storage: Storage, sizes: dict[str, int], mapped: bool) -> None:
-        self.storage, self.sizes = storage, sizes
+    def __init__(self, storage: Storage, sizes: dict[str, int], mapped: bool, entries: Mapping[int, Entry]) -> None:
+        self.storage, self.sizes, self.entries = storage, sizes, entries
         self.mapped = mapped and isinstance(storage, Folder)
         self._open: OrderedDict[int, MappedShard | RangedShard] = OrderedDict()
 
@@ -75,6 +78,7 @@ class OpenShards:
             name = shards.name_of(shard)
             # Checked against its size at first: reading a map beyond the end of a file kills the process (SIGBUS).
             header = shards.header(name, lambda a, b: self.storage.read(name, a, b), self.sizes[name])
+            self._same(shard, header)
             if self.mapped:
                 assert isinstance(self.storage, Folder)
                 found = MappedShard(self.storage.root / name, header)
@@ -84,6 +88,19 @@ class OpenShards:
             if len(self._open) > _MOST_MAPS:
                 self._open.popitem(last=False)
         return found
+
+
+    def _same(self, shard: int, header: shards.Header) -> None:
+        """A shard must still be the one that the index knew when the store was opened, which read no shard."""
+        known = self.entries.get(shard)
+        if known is None or known.crc32 == header.crc32:
+            return
+        plan = header.metadata.get("plan", "")
+        which = "a shard of another run" if plan != known.plan else "another shard than the store was finished with"
+        raise BrokenShardError(
+            f"{self.storage.url}: {shards.name_of(shard)} is {which} (checksum {header.crc32}, the index has "
+            f"{known.crc32}). If it was made again since, open the store again. {REPAIR}"
+        )
 
 
 def fits_in_memory(nbytes: int) -> bool:
