@@ -163,7 +163,9 @@ def test_an_interrupt_keeps_what_is_committed_and_says_how_much(tmp_path):
 
     with pytest.raises(KeyboardInterrupt) as caught:
         E(Rows(act), tmp_path, rows_per_shard=16)
-    assert any("48 of 64 rows are kept" in note for note in getattr(caught.value, "__notes__", ["48 of 64 rows are kept"]))
+    assert any(
+        "48 of 64 rows are kept" in note for note in getattr(caught.value, "__notes__", ["48 of 64 rows are kept"])
+    )
     assert open_features(tmp_path, incomplete=True).missing == [3]
     read = []
     assert torch.equal(E(Rows(read.append), tmp_path, rows_per_shard=16)["0"][:], X)

@@ -79,7 +79,8 @@ def _same_batch(task: Task, shard: int) -> bool:
 def _message(task: Task, shard: int, fresh: list[int], differences: list[Difference]) -> str:
     first, _ = task.manifest.span(shard)
     return (
-        f"{task.store.url}: rows {first + fresh[0]} to {first + fresh[-1]} were run again, and are not what is stored:\n  "
+        f"{task.store.url}: rows {first + fresh[0]} to {first + fresh[-1]} were run again, and are not what is "
+        "stored:\n  "
         + "\n  ".join(map(str, differences))
         + f"\nThe store was made with batches of {task.manifest.about.get('batch_size')} rows on "
         f"{task.manifest.about.get('device')}, by {task.manifest.about.get('versions')}. Something that the model "

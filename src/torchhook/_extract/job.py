@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -274,6 +275,7 @@ def _manifest(
         about={
             "batch_size": source.batch_size or measured.batch_rows,
             "device": identity.device,
+            "begun": int(time.time()),
             "versions": versions(),
         },
     )
@@ -304,6 +306,8 @@ def execute(job: Job) -> Manifest:
     try:
         rows = _run(job, progress)
     except BaseException as error:
+        if agreed is mine:
+            store.withdraw(mine)
         job.task.flush()  # else the next run would have to ask every shard what it is
         if isinstance(error, KeyboardInterrupt):
             _tell_kept(error, request.out)

@@ -105,7 +105,6 @@ class Task:
             writer.close()
         return end
 
-
     def _narrow(self) -> list[str]:
         """The columns whose numbers were cast to a type that may be too small for them."""
         # What a model computes in half precision itself is what it is.

@@ -167,7 +167,9 @@ class Features:
             f"transform: {about.transform}",
         ]
         if self.skipped:
-            notes.append(f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again")
+            notes.append(
+                f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
+            )
         if self.missing:
             notes.append(f"incomplete: {len(self.missing)} shards are missing")
         rows = [[shown(spec.name), spec.row] for spec in about.columns]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from torchhook._features.reading import RangedShard
 from torchhook._features.storage import locate
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
-
+_STALE_SECONDS = 600.0
+"""A run that has made no shard for so long was killed: most take half a minute for one."""
 _LOOK = 16
 """So many headers are read before a run, to see whose shards are there."""
 
@@ -78,7 +80,7 @@ class Store:
             self._check_shards(there, found)
             return there
         # An attempt that failed before its first shard leaves nothing that could be of another run.
-        if not self.sizes():
+        if not self.sizes() and time.time() - there.about.get("begun", 0) > _STALE_SECONDS:
             self.storage.replace(manifest.NAME, mine.to_json().encode())
             return mine
         raise StoreMismatchError(
@@ -87,6 +89,13 @@ class Store:
             + "\nExtract to another path, or pass resume=False to begin again there."
             + _retry_hint(found)
         )
+
+    def withdraw(self, mine: Manifest) -> None:
+        """Take a manifest away again, with which not a single shard was made: the next run may be another one."""
+        with contextlib.suppress(Exception):  # there is an error to be told already
+            there = self.manifest()
+            if there is not None and there.plan == mine.plan and not self.sizes():
+                self.storage.remove(manifest.NAME)
 
     def _accepting(self, there: Manifest, mine: Manifest, rows: Collection[int]) -> Manifest:
         known = there.accepting(mine.data, rows)
