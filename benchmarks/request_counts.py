@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import torch
@@ -27,8 +27,8 @@ class CountingStore(fsspec.AbstractFileSystem):
 
     protocol = "counted"
     cachable = False
-    objects: dict[str, bytes | tuple[int, Callable[[], bytes]]] = {}
-    requests: Counter[str] = Counter()
+    objects: ClassVar[dict[str, bytes | tuple[int, Callable[[], bytes]]]] = {}
+    requests: ClassVar[Counter[str]] = Counter()
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         self.requests["PUT"] += 1

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.extract import jobs
-from torchhook._extract import claims, engines
+from torchhook._extract import claims, engines, job
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
+from torchhook._features.storage import Folder
 from torchhook._features.store import Store
 from torchhook.errors import ExtractError, IncompleteStoreError
 
@@ -187,6 +188,45 @@ def test_a_rank_that_is_killed_leaves_its_rows_to_the_others(tmp_path):
     assert max(rows_seen(tmp_path).values()) <= 2
 
 
+def test_a_shard_that_vanishes_again_and_again_ends_in_an_error(tmp_path, monkeypatch):
+    as_rank(monkeypatch, 0, 1)
+    real = Store.commit
+
+    def commit(self, shard, *rest):
+        found = real(self, shard, *rest)
+        if shard == 5:
+            (tmp_path / "shards" / "s000000005.safetensors").unlink()
+        return found
+
+    monkeypatch.setattr(Store, "commit", commit)
+    with pytest.raises(IncompleteStoreError, match="rows 160 to 191 are not there"):
+        do(tmp_path)
+
+
+def test_ranks_that_begin_again_where_nothing_is_delete_nothing_of_each_other(tmp_path, monkeypatch):
+    as_rank(monkeypatch, 0, 2)
+    real, inside = job.execute, []
+
+    def late(prepared):
+        if not inside:
+            inside.append(1)
+            do(tmp_path, resume=True)
+            inside.append({path: path.stat().st_ino for path in tmp_path.glob("shards/*")})
+        return real(prepared)
+
+    monkeypatch.setattr(job, "execute", late)
+    assert len(do(tmp_path, resume=False)) == 256
+    assert {path: path.stat().st_ino for path in tmp_path.glob("shards/*")} == inside[1]
+
+
+def test_a_rank_of_a_complete_store_writes_nothing(tmp_path, monkeypatch):
+    do(tmp_path, engine="local")
+    as_rank(monkeypatch, 0, 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(Folder, "_written", None)
+    assert len(do(tmp_path)) == 256
+
+
 # -- streams -------------------------------------------------------------------------------------------
 
 
@@ -225,7 +265,7 @@ def test_a_rank_that_does_not_see_the_first_ones_mark_does_nothing(tmp_path, mon
     as_rank(monkeypatch, 1, 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(engines, "MEET_SECONDS", 0.3)
-    with pytest.raises(ExtractError, match="rank 1 of 2 does not see in .* what rank 0 writes there"):
+    with pytest.raises(ExtractError, match=r"rank 1 of 2 does not see in .* what rank 0 writes there"):
         do(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""A call of ``extract`` as a whole: where it writes, how rows are cut, and that nothing incomplete passes for a store."""
+"""A call of ``extract`` as a whole: where it writes, how rows are cut, and that nothing incomplete passes for whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.extract import jobs
+from torchhook._extract import estimate, job
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
 from torchhook.errors import IncompleteStoreError
@@ -101,8 +102,6 @@ def test_each_rank_has_four_shards(tmp_path, monkeypatch):
 
 
 def test_a_shard_is_not_more_than_half_a_minute_of_work(tmp_path, monkeypatch):
-    from torchhook._extract import estimate
-
     monkeypatch.setattr(estimate, "SHARD_SECONDS", 0.1)
     features = extract(jobs.Net(pause=0.02), jobs.data(400), "first", tmp_path / "a", batch_size=8, progress=False)
     # Batches of 20 ms and a bit, of which at most five are 0.1 s: as a power of two, so that runs agree.
@@ -112,8 +111,6 @@ def test_a_shard_is_not_more_than_half_a_minute_of_work(tmp_path, monkeypatch):
 
 
 def test_the_time_of_the_first_batch_alone_does_not_decide(tmp_path, monkeypatch):
-    from torchhook._extract import estimate
-
     class Cold(jobs.Net):
         warm = False
 
@@ -137,8 +134,6 @@ def test_a_store_that_is_there_keeps_its_cut(tmp_path):
 
 
 def test_of_two_that_start_together_the_first_to_write_decides_the_cut(tmp_path, monkeypatch):
-    from torchhook._extract import job
-
     real, inside = job.execute, []
 
     def late(prepared):

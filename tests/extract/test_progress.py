@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -37,8 +38,6 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
 
 
 def test_a_stream_has_no_total_and_a_run_with_nothing_to_do_no_last_line(capsys):
-    import dataclasses
-
     shown = Progress(dataclasses.replace(MANIFEST, rows=None), 0, True, "rows")
     shown.rows(7)
     shown.close()

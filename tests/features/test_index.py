@@ -111,7 +111,10 @@ def test_pages_of_two_processes_are_read_together_and_what_is_discarded_is_forgo
         file.seek(-1, 2)
         file.write(b"\xff")
     assert verify(tmp_path).discard() == [1]
-    assert sorted(Store(tmp_path).contents(open_features(tmp_path, incomplete=True).manifest).known) == [0, *range(2, 8)]
+    assert sorted(Store(tmp_path).contents(open_features(tmp_path, incomplete=True).manifest).known) == [
+        0,
+        *range(2, 8),
+    ]
     assert torch.equal(E(tmp_path)["0"][:], X)
     assert pages(tmp_path) == ["index.json"]
 

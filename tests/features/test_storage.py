@@ -179,7 +179,7 @@ def test_a_whole_store_without_what_windows_has_not(tmp_path, windows):
         expected = model(x)
     features = extract(model, x, "0", tmp_path / "features", batch_size=4, progress=False)
     torch.testing.assert_close(features["0"][:], expected)
-    assert not [path for path in tmp_path.rglob("*.tmp")]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_of_many_writers_on_windows_one_wins(tmp_path, windows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,13 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._extract import job
+from torchhook._extract.completion import kept
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
-from torchhook._extract.job import kept
-from torchhook._features.api import Features, absolute
+from torchhook._features.api import Features, absolute, open_features
 
 __all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract", "kept"]
 
@@ -131,8 +132,10 @@ def extract(
     )
     job.check(request)
     # Around the preparation too: the first batch is loaded and run there, and both may draw random numbers.
-    with random_numbers_kept():
-        prepared = job.prepare(request)
+    with random_numbers_kept(), contextlib.ExitStack() as stack:
+        prepared = job.prepare(request, stack)
+        if prepared is None:  # a rank that came when the others had done everything
+            return open_features(request.out)
         if dry_run:  # only execute writes
             return prepared.estimate
         whole = job.execute(prepared)

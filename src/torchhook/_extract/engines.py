@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torchhook._extract import claims
 from torchhook._extract.claims import Claims
 from torchhook._extract.progress import Progress
 from torchhook._extract.sources import Stream
 from torchhook._extract.task import Task
-from torchhook._features.api import Store
+from torchhook._features.api import Manifest, Store
 from torchhook.errors import ExtractError
 
 BLOCKS_PER_RANK = 16
@@ -36,16 +37,18 @@ def local(task: Task, progress: Progress, todo: Sequence[int] | None, there: set
 # -- ranks ------------------------------------------------------------------------------------------
 
 
-def torchrun(task: Task, progress: Progress, there: set[int]) -> int | None:
+def torchrun(task: Task, progress: Progress, there: set[int], turns: Turns | None) -> int | None:
     """Ranks take blocks of shards, their own first, then what nobody does; they end when all is done."""
-    rank, world = ranks()
-    with Claims(task.store.storage) as claimed:
-        if isinstance(task.source, Stream):
-            return _stream(task, progress, there, claimed, rank, world)
-        assert task.manifest.shards is not None
-        cut = blocks(task.manifest.shards, world)
-        # What belongs to others from the other end: the last blocks are those that they come to last.
-        _take_turns(task, progress, there, claimed, [*cut[rank::world], *_others(cut, rank, world)])
+    if isinstance(task.source, Stream):
+        mark(task.store)
+        with Claims(task.store.storage) as claimed:
+            return _stream(task, progress, there, claimed, *ranks())
+    with contextlib.nullcontext(turns) if turns is not None else Turns(task.store, task.manifest, there) as taken:
+        if taken.first_row() is not None:
+            mark(task.store)  # after the first claim: the others now see it, too
+        for todo in taken:
+            task.do_shards(todo, progress.shard, progress.rows)
+            task.flush()
     return task.manifest.rows
 
 
@@ -63,25 +66,62 @@ def _others(cut: list[range], rank: int, world: int) -> list[range]:
     return [block for number, block in reversed(list(enumerate(cut))) if number % world != rank]
 
 
-def _take_turns(task: Task, progress: Progress, there: set[int], claimed: Claims, order: list[range]) -> None:
-    storage, pause = task.store.storage, _POLL_SECONDS[0]
-    while left := [block for block in order if not there.issuperset(block)]:
-        files = storage.sizes("")
-        mine = next((block for block in left if claimed.take(_key(block), files)), None)
-        if mine is None:
-            # All that is missing is being done: by ranks that live, or by one whose claim will turn out to be dead.
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECONDS[1])
-        # After the claim, and once for all of its shards: whoever had it before has committed what it gave back.
-        there = set(task.store.contents(task.manifest, task.entries).sizes)
-        if mine is not None:
-            todo = [shard for shard in mine if shard not in there]
-            if todo:
-                task.do_shards(todo, progress.shard, progress.rows)
-                task.flush()
-            there.update(todo)
-            claimed.release(_key(mine))
-            pause = _POLL_SECONDS[0]
+class Turns:
+    """The shards that this rank does, block by block, each claimed before it is handed out and given back after it.
+
+    It ends when nothing is missing, whoever has done it. A context that gives back what it has not come to.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, there: Collection[int] = ()) -> None:
+        rank, world = ranks()
+        self._store, self._manifest = store, manifest
+        assert manifest.shards is not None
+        cut = blocks(manifest.shards, world)
+        # What belongs to others from the other end: the last blocks are those that they come to last.
+        self._order = [*cut[rank::world], *_others(cut, rank, world)]
+        self._there = set(there)
+        self._made: set[int] = set()  # and not made again, should they vanish: that is told at the end of the run
+        self._claims = Claims(store.storage)
+        self._now: tuple[range, list[int]] | None = None
+
+    def __enter__(self) -> Turns:
+        self._claims.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._claims.__exit__(*details)
+
+    def first_row(self) -> int | None:
+        """Where the work begins, in the block that is claimed now; ``None`` if nothing is left."""
+        self._now = self._now or self._next()
+        return None if self._now is None else self._manifest.span(self._now[1][0])[0]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (now := self._now or self._next()) is not None:
+            block, todo = self._now = now
+            yield todo
+            self._made.update(todo)
+            self._there.update(todo)
+            self._now = None
+            self._claims.release(_key(block))
+
+    def _next(self) -> tuple[range, list[int]] | None:
+        """Claim a block that lacks shards; waits while all of them are being done by others."""
+        storage, pause = self._store.storage, _POLL_SECONDS[0]
+        while left := [block for block in self._order if not self._there.issuperset(block)]:
+            files = storage.sizes("")
+            mine = next((block for block in left if self._claims.take(_key(block), files)), None)
+            if mine is None:
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS[1])
+            # After the claim, and once for all of its shards: whoever had it before has committed what it gave back.
+            self._there = self._made.union(self._store.contents(self._manifest).sizes)
+            if mine is not None:
+                todo = [shard for shard in mine if shard not in self._there]
+                if todo:
+                    return mine, todo
+                self._claims.release(_key(mine))
+        return None
 
 
 def _key(block: range) -> str:
@@ -123,12 +163,13 @@ def ranks() -> tuple[int, int]:
 
 def job_name() -> str | None:
     """What all ranks of this job know, and those of no other; ``None`` where a rank was started by hand."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    if names[0] not in os.environ:
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-    if names[0] not in os.environ:
-        return None
-    return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
+    for names in (
+        ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ):
+        if names[0] in os.environ:
+            return hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
+    return None
 
 
 def mark(store: Store) -> None:
@@ -138,11 +179,11 @@ def mark(store: Store) -> None:
         claims.mark(store.storage, job)
 
 
-def meet(store: Store, say: bool) -> None:
-    """The other ranks wait for that, before any work."""
+def meet(store: Store, say: bool) -> bool:
+    """The other ranks wait for that, before any work; whether there was something to wait for."""
     job, (rank, world) = job_name(), ranks()
     if job is None or rank == 0:
-        return
+        return False
     start, said = time.monotonic(), not say
     while not claims.marked(store.storage, job):
         waited = time.monotonic() - start
@@ -155,3 +196,4 @@ def meet(store: Store, say: bool) -> None:
             print(f"extract: rank {rank} waits for rank 0 to show itself in {store.url}", file=sys.stderr)
             said = True
         time.sleep(_POLL_SECONDS[0])
+    return True

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -73,9 +73,9 @@ def measure(
     at: int = 0,
     timed: bool = False,
 ) -> Measure:
-    """Run the first batch from row ``at`` on, and one more where its time matters: the first also pays for the start."""
+    """Run the first batch from row ``at`` on, and one more where time matters: the first also pays for the start."""
     several = max(1, getattr(source, "options", {}).get("num_workers", 0))  # who load at once, when it goes on
-    with contextlib.closing(source.first(at)) as batches:
+    with contextlib.closing(cast(Generator[Batch, None, None], source.first(at))) as batches:
         found, loading = _loading(lambda: _first(forward, batches, extras, device, dtype, skip))
         found = dataclasses.replace(found, seconds=found.seconds + (loading - found.seconds) / several)
         if timed and found.seconds_per_row * min(source.rows or MOST_ROWS, MOST_ROWS) > SHARD_SECONDS:

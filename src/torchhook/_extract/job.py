@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import claims, engines, fingerprint, first_stored, model_code, skips, sources
+from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
 from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
@@ -30,9 +30,9 @@ from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
-from torchhook._features.api import Contents, Features, Manifest, Page, Store, open_features, versions
+from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, IncompleteStoreError, UnrepeatableDataWarning, note, require, warn
+from torchhook.errors import ExtractError, UnrepeatableDataWarning, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,11 @@ class Request:
     def any_cut(self) -> bool:
         """Whether the call leaves open how rows are cut into shards."""
         return self.rows_per_shard is None and self.shard_bytes is None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a store that is there is deleted. Ranks find none when they start, and then one of theirs."""
+        return not self.resume and (self.engine != "torchrun" or engines.ranks()[1] == 1)
 
     @property
     def skip(self) -> bool:
@@ -133,10 +138,15 @@ class Job:
     """What the store holds, if the run goes on with it."""
     again: dict[int, dict[str, str]]
     """Shards that are made anew, and which of their rows were skipped."""
+    turns: engines.Turns | None
+    """What a rank has claimed already."""
 
 
-def prepare(request: Request) -> Job:
-    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do."""
+def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
+    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do.
+
+    ``None`` for a rank that comes to a run of which the others have done everything. ``stack`` ends with the call.
+    """
     store = Store(request.out)
     forward = Forward(
         request.model,
@@ -145,12 +155,17 @@ def prepare(request: Request) -> Job:
         input_fn=request.input_fn,
         autocast=request.autocast,
     )
-    before = _before(request, store)
+    before, turns = _before(request, store, stack)
+    at = _first_row(request, before) if turns is None else turns.first_row()
+    if at is None:
+        return None
     with evaluating_on(request.model, request.run_on) as device:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
-        at = _first_row(request, source, before)
+        # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
+        found = None if before is None else store.contents(before)
+        at = at if source.rows is not None and at < source.rows and not (turns is None and found and found.sizes) else 0
         timed = request.any_cut and before is None
         code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
@@ -170,39 +185,41 @@ def prepare(request: Request) -> Job:
         skips=skips.Skips(request.max_skipped, source.rows),
         first=measured.first,
     )
-    # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
-    found = store.contents(manifest if before is None else before)
-    retried = request.retry_skipped and request.resume
+    if found is None:
+        found = store.contents(manifest)
+    retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
-    there = set(found.sizes).difference(again) if request.resume else set()
+    there = set() if request.replaces else set(found.sizes).difference(again)
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
-    freed = 0 if request.resume else sum(found.sizes.values())
-    return Job(request, store, task, there, todo, estimate, freed, found if request.resume else None, again)
+    freed = sum(found.sizes.values()) if request.replaces else 0
+    held = None if request.replaces else found
+    return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
 
 
-def _before(request: Request, store: Store) -> Manifest | None:
-    """What the store holds that the run goes on with; ranks first wait until they see the one of their job."""
-    before = store.manifest() if request.resume else None
+def _before(
+    request: Request, store: Store, stack: contextlib.ExitStack
+) -> tuple[Manifest | None, engines.Turns | None]:
+    """What the store holds that the run goes on with; ranks first wait until they see the one of their job.
+
+    They claim their first block here: what is measured of it need not be run again, by this rank or another.
+    """
+    before = None if request.replaces else store.manifest()
     if request.engine != "torchrun" or request.dry_run:
-        return before
+        return before, None
     # A rank that comes when all is done finds nobody to wait for.
-    if before is None or store.missing(before) != []:
-        engines.meet(store, request.progress)
-        before = store.manifest()
-    return before
+    if (before is not None and store.missing(before) == []) or not engines.meet(store, request.progress):
+        return before, None
+    before = store.manifest()
+    if before is None or before.shards is None:
+        return before, None
+    return before, stack.enter_context(engines.Turns(store, before))
 
 
-def _first_row(request: Request, source: Source, before: Manifest | None) -> int:
-    """Where the work of this process begins: what is measured there need not be run again, here or by another rank."""
+def _first_row(request: Request, before: Manifest | None) -> int:
+    """Where the work of a rank begins that was started by hand, if one can know."""
     size = request.rows_per_shard or (before and before.rows_per_shard)
-    if request.engine != "torchrun" or not size or not source.rows:
-        return 0
-    if before is not None and Store(request.out).sizes():
-        return 0
-    rank, world = engines.ranks()
-    cut = engines.blocks(-(-source.rows // size), world)
-    return cut[rank].start * size if rank < len(cut) else 0
+    return engines.ranks()[0] * size if request.engine == "torchrun" and size else 0
 
 
 def _ranks(request: Request) -> int:
@@ -289,7 +306,7 @@ def execute(job: Job) -> Manifest:
     # First of all: a store must not be deleted for one that does not fit.
     _check_room(job)
     request, store = job.request, job.store
-    if not request.resume:
+    if request.replaces:
         store.clear()
     mine = job.task.manifest
     agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found, _retried(job))
@@ -310,7 +327,7 @@ def execute(job: Job) -> Manifest:
             store.withdraw(mine)
         job.task.flush()  # else the next run would have to ask every shard what it is
         if isinstance(error, KeyboardInterrupt):
-            _tell_kept(error, request.out)
+            completion.tell_kept(error, request.out)
         raise
     finally:
         progress.close()
@@ -329,24 +346,8 @@ def _run(job: Job, progress: Progress) -> int | None:
         seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
         return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
     if request.engine == "torchrun":
-        engines.mark(job.store)
-        return engines.torchrun(job.task, progress, job.there)
+        return engines.torchrun(job.task, progress, job.there, job.turns)
     return engines.local(job.task, progress, job.todo, job.there)
-
-
-def kept(out: str | os.PathLike[str]) -> tuple[int, int | None]:
-    """How many rows a store has by now, and how many it will have, if one knows."""
-    store = Store(out)
-    found = store.manifest()
-    if found is None:
-        return 0, None
-    return sum(entry.rows for entry in store.contents(found).entries([])), found.rows
-
-
-def _tell_kept(error: BaseException, out: str | os.PathLike[str]) -> None:
-    with contextlib.suppress(Exception):  # the interrupt is what matters
-        rows, total = kept(out)
-        note(error, f"{rows:,}{'' if total is None else f' of {total:,}'} rows are kept in {os.fspath(out)}.")
 
 
 def _check_room(job: Job) -> None:
@@ -368,27 +369,4 @@ def _check_room(job: Job) -> None:
 
 def finish(job: Job, whole: Manifest) -> Features:
     """Check that every shard is there, write the index, and open the store."""
-    missing = job.store.finish(whole, job.task.entries)
-    if missing:
-        job.task.flush()
-        raise _incomplete(job, whole, missing)
-    if job.request.engine == "torchrun":
-        claims.clear(job.store.storage)
-    return open_features(job.request.out)
-
-
-_WHY = {
-    "local": "They were written, and then moved or deleted while the run went on.",
-    "torchrun": "A rank was killed or never came, or wrote to another folder: do all machines share this one?",
-    "ray": "The workers have written them, but not here: do all machines of the cluster share this folder?",
-}
-
-
-def _incomplete(job: Job, whole: Manifest, missing: list[int]) -> IncompleteStoreError:
-    first = whole.span(missing[0])[0]
-    together = next((i for i, shard in enumerate(missing) if shard != missing[0] + i), len(missing))
-    rows = f"rows {first} to {whole.span(missing[together - 1])[1] - 1}" + " and others" * (together < len(missing))
-    return IncompleteStoreError(
-        f"{job.store.url}: {rows} are not there at the end of the run ({len(missing)} of {whole.shards} shards). "
-        f"{_WHY[job.request.engine]} The same call again does only what is missing."
-    )
+    return completion.finish(job.store, job.task, whole, job.request.engine)

@@ -79,7 +79,7 @@ def on_ray(
     num_gpus: float | None = None,
     **remote_args: Any,
 ) -> int | None:
-    """Do what is missing, shards of so many ``seconds``, on a Ray cluster: the one that is connected, or a new one here.
+    """Do what is missing, shards of so many ``seconds``, on the Ray cluster that is connected, or on a new one here.
 
     By default there is one actor per GPU, or per two CPUs where there are no GPUs. Other arguments go to
     ``map_batches``.
@@ -222,8 +222,8 @@ def _unmarked(store: Store, mark: str) -> str:
     if claims.marked(store.storage, mark):
         return ""
     return (
-        f"{socket.gethostname()}, a machine of the Ray cluster, does not see in {store.url} what was written there from "
-        "here. Use a folder that all machines share, or an object store (s3://...). No shard was made."
+        f"{socket.gethostname()}, a machine of the Ray cluster, does not see in {store.url} what was written there by "
+        "the one that called. Use a folder that all machines share, or an object store (s3://...). No shard was made."
     )
 
 

@@ -65,7 +65,7 @@ def _write(handle: int, left: list[Bytes]) -> int:
             room -= len(buffers[-1])
     if hasattr(os, "writev"):
         return os.writev(handle, buffers)  # type: ignore[arg-type]
-    return os.write(handle, buffers[0])  # on Windows, one after the other
+    return os.write(handle, buffers[0].data)  # on Windows, one after the other
 
 
 def _drop(left: list[Bytes], done: int) -> None:

@@ -30,8 +30,10 @@ class Storage(Protocol):
     """Files by relative name."""
 
     url: str
-    lists_parts: bool
-    """Whether it pays to list only names with a prefix: an object store asks once for each thousand names."""
+
+    @property
+    def lists_parts(self) -> bool:
+        """Whether it pays to list only names with a prefix: an object store asks once for each thousand names."""
 
     def create(self, name: str, chunks: Chunks) -> bool:
         """Write a new file; ``False`` if there is one already, which then stays as it is."""
@@ -276,7 +278,7 @@ class Bucket:
         return {_joined(folder, name): size for name, size in names.items() if name.startswith(prefix)}
 
     @property
-    def lists_parts(self) -> bool:  # type: ignore[override]
+    def lists_parts(self) -> bool:
         # Those that hold objects can (S3, GCS, Azure); others would hand the word on to a listing that knows it not.
         find = getattr(self.fs, "_find", self.fs.find)
         return "prefix" in inspect.signature(find).parameters
