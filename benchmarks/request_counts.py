@@ -97,16 +97,17 @@ def made(url: str, shards: int, present: int, indexed: int) -> None:
     told = json.loads(first[8 : 8 + int.from_bytes(first[:8], "little")])["__metadata__"]
     for name in [name for name in objects if name.startswith(f"{root}/")]:
         del objects[name]
-    objects[f"{root}/store.json"] = run(url, shards, dry_run=True).manifest.to_json().encode()
+    manifest = run(url, shards, dry_run=True).manifest
+    objects[f"{root}/store.json"] = manifest.to_json().encode()
 
     def shard(number: int) -> bytes:
-        about = {**told, "shard": str(number), "first_row": str(number), "rows": "1"}
+        about = {**told, **manifest.marks, "shard": str(number), "first_row": str(number), "rows": "1"}
         about.pop("crc32")
         return b"".join(encode({"0": torch.full((1, 2), float(number))}, about))
 
     for number in range(present):
         objects[f"{root}/{name_of(number)}"] = (len(first), lambda number=number: shard(number))
-    entries = [[number, 1, len(first), "0" * 8, {}, told.get("plan", "")] for number in range(indexed)]
+    entries = [[number, 1, len(first), "0" * 8, {}, manifest.plan] for number in range(indexed)]
     name = "index.json" if indexed == shards else "index.0123456789abcdef.json"
     objects[f"{root}/{name}"] = json.dumps(entries).encode()
 

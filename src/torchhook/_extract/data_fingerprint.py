@@ -42,7 +42,8 @@ def of_data(source: Source, ids: Any, labels: Any) -> dict[str, Any]:
     dataset = source.dataset
     # What is inside may know more of itself than rows can tell.
     while isinstance(dataset, Subset):
-        found["subset"] += " of " * (found["subset"] != "") + _rows_text(dataset.indices, _length(dataset.dataset), "all")
+        inner = _rows_text(dataset.indices, _length(dataset.dataset), "all")
+        found["subset"] = f"{found['subset']} of {inner}" if found["subset"] else inner
         dataset = dataset.dataset
     return {**found, **_files(dataset), **_contents(dataset), **_preparation(dataset), **_rows(source)}
 

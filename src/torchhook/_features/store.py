@@ -162,9 +162,9 @@ class Store:
         name = shards.name_of(shard)
         return shards.header(name, lambda start, end: self.storage.read(name, start, end), size)
 
-    def rows(self, shard: int) -> StoredRows:
-        """The rows of a shard, read one by one."""
-        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, None)))
+    def rows(self, shard: int, rows: int) -> StoredRows:
+        """The first rows of a shard, to be compared with others."""
+        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, None)), rows)
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -249,17 +249,24 @@ class Store:
 
 
 class StoredRows:
-    """The rows of one shard as they are stored, and which of them were skipped."""
+    """The first rows of one shard as they are stored, and which of them were skipped."""
 
-    def __init__(self, shard: RangedShard) -> None:
-        self._shard = shard
+    def __init__(self, shard: RangedShard, rows: int) -> None:
+        self._shard, self._rows = shard, rows
+        self._blocks: dict[str, Tensor] = {}
         self.skipped = {int(row) for row in json.loads(shard.header.metadata.get("skipped", "{}"))}
 
     def row(self, spec: ColumnSpec, row: int) -> Tensor:
         if not spec.ragged:
-            return self._shard.rows(spec.name, row, row + 1)[0]
-        first, last = self._shard.rows(spec.offsets, row, row + 2).tolist()
-        return self._shard.rows(spec.name, first, last)
+            return self._block(spec.name, self._rows)[row]
+        ends = self._block(spec.offsets, self._rows + 1)
+        return self._block(spec.name, int(ends[-1]))[int(ends[row]) : int(ends[row + 1])]
+
+    def _block(self, name: str, rows: int) -> Tensor:
+        # All at once: one request for each column, wherever the store is.
+        if name not in self._blocks:
+            self._blocks[name] = self._shard.rows(name, 0, rows)
+        return self._blocks[name]
 
 
 def _retry_hint(found: Contents | None) -> str:
