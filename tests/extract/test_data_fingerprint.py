@@ -69,7 +69,9 @@ class Map(Dataset):
 def test_one_number_that_changed_in_memory_is_found(tmp_path, held, row):
     E(same(), held(X), "0", tmp_path)
     (tmp_path / "shards" / "s000000002.safetensors").unlink()
-    with pytest.raises(StoreMismatchError, match=r"data: rows? .* of the data (is|are) not the same|row .*read otherwise"):
+    with pytest.raises(
+        StoreMismatchError, match=r"data: rows? .* of the data (is|are) not the same|row .*read otherwise"
+    ):
         E(same(), held(altered(row=row)), "0", tmp_path)
     assert torch.equal(E(same(), held(X.clone()), "0", tmp_path)["0"][:], X)
 
@@ -235,5 +237,5 @@ def test_folders_in_torchvisions_manner_are_known_by_their_files(tmp_path, photo
     with pytest.raises(StoreMismatchError, match="data, preparation"):
         call(size=6)
     (photos / "a" / "03.png").rename(photos / "a" / "99.png")
-    with pytest.raises(StoreMismatchError, match="rows 3 to 5, .* have files of other names"):
+    with pytest.raises(StoreMismatchError, match=r"rows 3 to 5, .* have files of other names"):
         call()

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.extract import jobs
 from torchhook._extract.api import extract
-from torchhook._features.api import open_features
+from torchhook._features.api import Store, open_features
 from torchhook._features.verify import verify
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
@@ -175,7 +175,9 @@ def test_a_store_of_the_first_format_is_read_and_not_gone_on_with(tmp_path):
     out = tmp_path / "old"
     shutil.copytree(Path(__file__).parents[1] / "features" / "format1", out)
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    with pytest.raises(StoreMismatchError, match=r"(?s)format 1.*can be read.*Extract to another path, or .*resume=False"):
+    with pytest.raises(
+        StoreMismatchError, match=r"(?s)format 1.*can be read.*Extract to another path, or .*resume=False"
+    ):
         E(nn.Sequential(nn.Identity()), torch.arange(18.0).reshape(6, 3), ["0", "0:input"], out)
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     assert len(open_features(out)) == 6
@@ -190,6 +192,18 @@ def test_a_first_attempt_without_a_shard_does_not_lock_the_store(tmp_path):
     with pytest.raises(ExtractError, match="NaN"):
         E(jobs.Net(), X * float("nan"), "second", tmp_path)
     assert not jobs.store_bytes(tmp_path)
+    E(jobs.Net(seed=2), X, "second", tmp_path)
+    assert whole_of(tmp_path, jobs.Net(seed=2))
+
+
+def test_a_run_that_was_killed_before_its_first_shard_does_not_lock_the_store_for_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "withdraw", lambda self, mine: None)  # as if nobody could, any more
+    with pytest.raises(ExtractError, match="NaN"):
+        E(jobs.Net(), X * float("nan"), "second", tmp_path)
+    with pytest.raises(StoreMismatchError, match="resume=False"):  # it may still be at work
+        E(jobs.Net(seed=2), X, "second", tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
     E(jobs.Net(seed=2), X, "second", tmp_path)
     assert whole_of(tmp_path, jobs.Net(seed=2))
 

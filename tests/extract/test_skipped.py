@@ -74,7 +74,7 @@ def test_nan_rows_and_rows_of_a_stream_count_too(tmp_path):
     for wrong in (-1, 1.5, True, "many"):
         with pytest.raises(ValueError, match="max_skipped"):
             E(jobs.Net(), X, "second", tmp_path / "c", on_error="skip", max_skipped=wrong)
-    with pytest.raises(ValueError, match="max_skipped.*on_error='skip'"):
+    with pytest.raises(ValueError, match=r"max_skipped.*on_error='skip'"):
         E(jobs.Net(), X, "second", tmp_path / "c", max_skipped=3)
 
 

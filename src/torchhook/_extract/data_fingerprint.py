@@ -1,7 +1,7 @@
 """What is known of the data before it is run: digests of files, ids and rows, and how rows are prepared.
 
-Small data in memory is read whole; of other data the names and sizes of files, and a few rows, spread over all of it. A stream
-cannot be read ahead: its shards remember the batches that they begin with.
+Small data in memory is read whole; of other data the names and sizes of files, and a few rows, spread over all of it.
+A stream cannot be read ahead: its shards remember the batches that they begin with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = 16
 WHOLE = 256 << 20
 """Data in memory is read whole up to so many bytes, in about a quarter of a second; of more, evenly spread rows."""
 SIZES, READ, ENDS = 1 << 16, 1 << 10, 4096
-"""So many files are asked for their sizes, so many are read, and so much of each end; of more files, evenly spread ones."""
+"""So many files are asked for their sizes, so many are read, and so much of each end; of more, evenly spread ones."""
 _NO_SETTINGS = frozenset({"root", "ids", "labels", "classes"})
 
 
@@ -42,9 +42,14 @@ def of_data(source: Source, ids: Any, labels: Any) -> dict[str, Any]:
     dataset = source.dataset
     # What is inside may know more of itself than rows can tell.
     while isinstance(dataset, Subset):
-        found["subset"] += " of " * (found["subset"] != "") + _rows_text(dataset.indices, len(dataset.dataset), "all")
+        inner = _rows_text(dataset.indices, _length(dataset.dataset), "all")
+        found["subset"] = f"{found['subset']} of {inner}" if found["subset"] else inner
         dataset = dataset.dataset
     return {**found, **_files(dataset), **_contents(dataset), **_preparation(dataset), **_rows(source)}
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
 
 
 def _rows_text(rows: Sequence[int], of: int | None, plain: str) -> str:
@@ -59,8 +64,18 @@ def _parts(name: str, part: Any) -> dict[str, Any]:
     if part is None or part is False:
         return {}
     if hasattr(part, "__len__") and not isinstance(part, str):
-        return {name: _spans(len(part), lambda low, high: fingerprint.of_batch([part[i] for i in range(low, high)]))}
+        return {name: _spans(len(part), lambda low, high: _table(part, low, high))}
     return {name: of_function(part)}
+
+
+def _table(part: Any, low: int, high: int) -> str:
+    if isinstance(part, (Tensor, np.ndarray)):
+        return fingerprint.of_batch(part[low:high])
+    return digest(repr([_plain(part[row]) for row in range(low, high)]))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
 def _spans(rows: int, of: Callable[[int, int], str | None]) -> dict[str, str | None]:

@@ -57,7 +57,7 @@ def check(task: Task, there: Collection[int]) -> None:
         if found is None:
             return
         fresh, rows = found
-        stored = task.store.rows(shard)
+        stored = task.store.rows(shard, fresh.rows)
         kept = [row for row in rows if row not in stored.skipped]
         differences = _compared(task, stored.row, _rows_of(fresh), kept, device)
         # A model that draws random numbers is another one each time; then nothing can be proven.
@@ -79,7 +79,8 @@ def _same_batch(task: Task, shard: int) -> bool:
 def _message(task: Task, shard: int, fresh: list[int], differences: list[Difference]) -> str:
     first, _ = task.manifest.span(shard)
     return (
-        f"{task.store.url}: rows {first + fresh[0]} to {first + fresh[-1]} were run again, and are not what is stored:\n  "
+        f"{task.store.url}: rows {first + fresh[0]} to {first + fresh[-1]} were run again, and are not what is "
+        "stored:\n  "
         + "\n  ".join(map(str, differences))
         + f"\nThe store was made with batches of {task.manifest.about.get('batch_size')} rows on "
         f"{task.manifest.about.get('device')}, by {task.manifest.about.get('versions')}. Something that the model "

@@ -1,7 +1,7 @@
 """What a function is made of: its bytecode, that of the functions which it calls, and the values that they use.
 
-Bytecode, not source: it is what runs, it is there for lambdas and notebooks, and comments do not change it. It is another
-one in another version of Python; a store knows which one wrote it, and does not compare code then.
+Bytecode, not source: it is what runs, it is there for lambdas and notebooks, and comments do not change it. It is
+another one in another version of Python; a store knows which one wrote it, and does not compare code then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dis
 import enum
 import functools
 import hashlib
+import os
 import re
 import sys
 import sysconfig
@@ -78,6 +79,8 @@ class Texts:
         # The same model on another device is the same: ranks differ in nothing else.
         if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
             return "device"
+        if value is os.environ:  # of this process
+            return "environment"
         if isinstance(value, enum.Enum):
             return f"{type(value).__name__}.{value.name}"
         if value is None or isinstance(value, _PLAIN):
@@ -126,12 +129,12 @@ class Texts:
         # One of its own: the repr of object shows where it lies, and that is new in each process.
         own = "__repr__" in {n for c in type(value).__mro__[:-1] for n in vars(c)}
         if own and not fingerprint.ADDRESS.search(repr(value)):
-            return f"{repr(value)}{code}"
+            return f"{value!r}{code}"
         return f"{name}({self.of(getattr(value, '__dict__', {}), around)}){code}"
 
     def _call(self, value: Any) -> str:
         """The code of an object that is called like a function, of a class that is the user's."""
-        call = getattr(type(value), "__call__", None)
+        call = next((vars(base)["__call__"] for base in type(value).__mro__ if "__call__" in vars(base)), None)
         if not isinstance(call, types.FunctionType) or is_library(call.__code__):
             return ""
         return f" {self._function(call, (id(value),))}"

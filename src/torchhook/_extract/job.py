@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -291,6 +292,7 @@ def _manifest(
         about={
             "batch_size": source.batch_size or measured.batch_rows,
             "device": identity.device,
+            "begun": int(time.time()),
             "versions": versions(),
         },
     )
@@ -321,6 +323,8 @@ def execute(job: Job) -> Manifest:
     try:
         rows = _run(job, progress)
     except BaseException as error:
+        if agreed is mine:
+            store.withdraw(mine)
         job.task.flush()  # else the next run would have to ask every shard what it is
         if isinstance(error, KeyboardInterrupt):
             completion.tell_kept(error, request.out)

@@ -14,7 +14,8 @@ from torchhook._core.index import Index
 from torchhook._extract.function_fingerprint import Code, Texts, digest, names_in
 from torchhook._features.api import CHANGES
 
-_OWN = frozenset(vars(nn.Module()))  # hooks, modes, parameters: what every module has
+# Hooks, modes, parameters: what every module has. And where one was loaded from, which is another place elsewhere.
+_OWN = frozenset(vars(nn.Module())) | {"name_or_path"}
 _LONG = 60
 
 
@@ -51,6 +52,8 @@ def _classes(index: Index) -> dict[str, str]:
             continue
         found[cls.__qualname__] = code.digest()
         for name, value in code.values.items():
+            if value is None:  # most defaults
+                continue
             found[f"{cls.__qualname__}, which uses {name}"] = _short(texts.of(value))
     for path, module in index.modules.items():
         if isinstance(module, torch.jit.ScriptModule):
@@ -75,9 +78,12 @@ def _code_of(cls: type) -> Code | None:
             continue
         done.add(name)
         for base in bases:  # not only the first: super() reaches the others
-            for function in _functions(vars(base).get(name)):
+            held = vars(base).get(name)
+            for function in _functions(held):
                 code.add(function)
                 pending += sorted(names_in(function.__code__))
+            if isinstance(held, (int, float, complex, str, tuple, list, dict)):
+                code.values[name] = held  # an attribute of the class
     return code if bases else None
 
 
@@ -114,6 +120,3 @@ def _together(held: list[tuple[str, str]]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONG else digest(text)
-
-
-

@@ -44,9 +44,9 @@ class Skips:
             self.seen = max(self.seen, row + 1)
             count = self.count
         if count > self.limit():
-            stated = f"max_skipped={self.most} allows" if self.most is not None else "a tenth, which max_skipped= can change"
+            limit = "a tenth, which max_skipped= can change" if self.most is None else f"max_skipped={self.most} allows"
             raise ExtractError(
-                f"{count} row{'s' * (count != 1)} could not be done, of {self.rows or self.seen}: more than {stated}. "
-                f"The last is row {row}: {why}. What is committed stays; when the cause is gone, retry_skipped=True does "
-                "skipped rows again."
+                f"{count} row{'s' * (count != 1)} could not be done, of {self.rows or self.seen}: more than {limit}. "
+                f"The last is row {row}: {why}. What is committed stays; when the cause is gone, retry_skipped=True "
+                "does skipped rows again."
             )

@@ -30,7 +30,9 @@ def code(mine: Mapping[str, str], theirs: Mapping[str, str], same_python: bool) 
     """Differences in what was read of the code: classes, attributes, values that functions use."""
     for name in sorted({*mine, *theirs}):
         one, other = mine.get(name, "(none)"), theirs.get(name, "(none)")
-        if CHANGES in (one, other):
+        # Libraries leave private marks on modules, as on those that were loaded rather than made.
+        marked = "(none)" in (one, other) and name.rpartition(".")[2].startswith("_")
+        if CHANGES in (one, other) or marked:
             continue
         yield from texts(f"code of {name}", one, other, same_python)
 
@@ -60,7 +62,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def repaired(mine: Mapping[str, Any], theirs: Mapping[str, Any], rows: Collection[int]) -> dict[str, dict[str, Any]]:
-    """Spans that are not what they were, and have rows which are done again because they could not be: as they are now."""
+    """Spans that are not what they were, and have rows which are done again: as they are now."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("files", "contents", "rows"):
         one, other = mine.get(name), theirs.get(name)

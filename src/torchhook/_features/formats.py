@@ -41,7 +41,8 @@ def current(data: dict[str, Any]) -> dict[str, Any]:
     version = data.get("version")
     if data.get("format") != FORMAT or version not in range(1, VERSION + 1):
         raise ValueError(
-            f"another format or version ({data.get('format')} {version}, and this TorchHook knows {FORMAT} 1 to {VERSION})"
+            f"another format or version ({data.get('format')} {version}, and this TorchHook knows {FORMAT} 1 to "
+            f"{VERSION})"
         )
     if version == 1:
         plain = dict(data)

@@ -183,8 +183,8 @@ class Manifest:
             return cls(**{**data, "sites": tuple(data["sites"])})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ExtractError(
-                f"{where}/{NAME} is not the manifest of a feature store: {error}. Take it from a backup, or begin again "
-                "with resume=False."
+                f"{where}/{NAME} is not the manifest of a feature store: {error}. Take it from a backup, or begin "
+                "again with resume=False."
             ) from error
 
     def differences(self, other: Manifest) -> list[str]:

@@ -89,7 +89,6 @@ class OpenShards:
                 self._open.popitem(last=False)
         return found
 
-
     def _same(self, shard: int, header: shards.Header) -> None:
         """A shard must still be the one that the index knew when the store was opened, which read no shard."""
         known = self.entries.get(shard)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from torchhook._features.reading import RangedShard
 from torchhook._features.storage import locate
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
+_STALE_SECONDS = 600.0
+"""A run that has made no shard for so long was killed: most take half a minute for one."""
 _LOOK = 16
 """So many headers are read before a run, to see whose shards are there."""
 
@@ -77,7 +80,7 @@ class Store:
             self._check_shards(there, found)
             return there
         # An attempt that failed before its first shard leaves nothing that could be of another run.
-        if not self.sizes():
+        if not self.sizes() and time.time() - there.about.get("begun", 0) > _STALE_SECONDS:
             self.storage.replace(manifest.NAME, mine.to_json().encode())
             return mine
         raise StoreMismatchError(
@@ -86,6 +89,13 @@ class Store:
             + "\nExtract to another path, or pass resume=False to begin again there."
             + _retry_hint(found)
         )
+
+    def withdraw(self, mine: Manifest) -> None:
+        """Take a manifest away again, with which not a single shard was made: the next run may be another one."""
+        with contextlib.suppress(Exception):  # there is an error to be told already
+            there = self.manifest()
+            if there is not None and there.plan == mine.plan and not self.sizes():
+                self.storage.remove(manifest.NAME)
 
     def _accepting(self, there: Manifest, mine: Manifest, rows: Collection[int]) -> Manifest:
         known = there.accepting(mine.data, rows)
@@ -152,9 +162,9 @@ class Store:
         name = shards.name_of(shard)
         return shards.header(name, lambda start, end: self.storage.read(name, start, end), size)
 
-    def rows(self, shard: int) -> StoredRows:
-        """The rows of a shard, read one by one."""
-        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, None)))
+    def rows(self, shard: int, rows: int) -> StoredRows:
+        """The first rows of a shard, to be compared with others."""
+        return StoredRows(RangedShard(self.storage, shards.name_of(shard), self.header(shard, None)), rows)
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -239,17 +249,24 @@ class Store:
 
 
 class StoredRows:
-    """The rows of one shard as they are stored, and which of them were skipped."""
+    """The first rows of one shard as they are stored, and which of them were skipped."""
 
-    def __init__(self, shard: RangedShard) -> None:
-        self._shard = shard
+    def __init__(self, shard: RangedShard, rows: int) -> None:
+        self._shard, self._rows = shard, rows
+        self._blocks: dict[str, Tensor] = {}
         self.skipped = {int(row) for row in json.loads(shard.header.metadata.get("skipped", "{}"))}
 
     def row(self, spec: ColumnSpec, row: int) -> Tensor:
         if not spec.ragged:
-            return self._shard.rows(spec.name, row, row + 1)[0]
-        first, last = self._shard.rows(spec.offsets, row, row + 2).tolist()
-        return self._shard.rows(spec.name, first, last)
+            return self._block(spec.name, self._rows)[row]
+        ends = self._block(spec.offsets, self._rows + 1)
+        return self._block(spec.name, int(ends[-1]))[int(ends[row]) : int(ends[row + 1])]
+
+    def _block(self, name: str, rows: int) -> Tensor:
+        # All at once: one request for each column, wherever the store is.
+        if name not in self._blocks:
+            self._blocks[name] = self._shard.rows(name, 0, rows)
+        return self._blocks[name]
 
 
 def _retry_hint(found: Contents | None) -> str:
