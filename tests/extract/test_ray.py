@@ -59,9 +59,9 @@ def do(out, data, engine="local", **options):
 
 
 def test_two_actors_survive_kills_and_write_every_row_once(cluster, tmp_path):
-    do(tmp_path / "whole", jobs.data(ROWS))
     pids = tmp_path / "pids"
     pids.mkdir()
+    do(tmp_path / "whole", Telling(tmp_path))  # data of the same kind: what is known of it is in every shard
     killed: set[int] = set()
     over = threading.Event()
 
@@ -95,7 +95,7 @@ def test_an_error_in_an_actor_is_the_users_own_and_the_run_resumes(cluster, tmp_
         do(tmp_path / "f", Telling(tmp_path, {500}), "ray", engine_options={"actors": 1})
     assert all(p.kind == "missing" for p in verify(tmp_path / "f").problems)
     do(tmp_path / "f", jobs.data(ROWS))
-    do(tmp_path / "whole", jobs.data(ROWS))
+    do(tmp_path / "whole", Telling(tmp_path))
     assert jobs.store_bytes(tmp_path / "f") == jobs.store_bytes(tmp_path / "whole")
 
 
