@@ -61,7 +61,7 @@ def do(out, data, engine="local", **options):
 def test_two_actors_survive_kills_and_write_every_row_once(cluster, tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
-    do(tmp_path / "whole", Telling(tmp_path))  # data of the same kind: what is known of it is in every shard
+    do(tmp_path / "whole", Telling(pids))
     killed: set[int] = set()
     over = threading.Event()
 

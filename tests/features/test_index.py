@@ -60,12 +60,12 @@ def test_a_run_that_stops_leaves_a_page_and_one_that_ends_the_whole_index(tmp_pa
     assert read == []
     E(tmp_path)
     assert pages(tmp_path) == ["index.json"]
-    made = {"shards/s000000007.safetensors", "shards/s000000008.safetensors", "shards/s000000009.safetensors"}
-    # Of the shards that were made, their own as they are written; and of the first, to see that the model is the same.
-    assert sorted(read) == ["shards/s000000000.safetensors", *sorted(made)]
+    # Of the three shards that were made, as they are written, and of the first, whose rows are run again to compare.
+    assert {shards.number_of(name) for name in read} == {0, 7, 8, 9}
+    read.clear()
     E(tmp_path)
     open_features(tmp_path)
-    assert len(read) == 5
+    assert {shards.number_of(name) for name in read} <= {0}
     monkeypatch.undo()
     told = [Entry(*entry) for entry in json.loads((tmp_path / "index.json").read_text())]
     store = Store(tmp_path)
@@ -172,7 +172,7 @@ def empty():
 def test_few_requests_open_and_go_on_with_a_store_of_many_shards(tmp_path):
     _, found = request_counts.table(MANY)
     assert len(found) == 4
-    assert max(found.values()) <= 30  # and as many for 100,000: `benchmarks/extract.py` prints them
+    assert max(found.values()) <= 50  # and as many for 100,000: `benchmarks/extract.py` prints them
 
 
 def test_shards_that_no_index_knows_are_found_where_they_are_missing():
