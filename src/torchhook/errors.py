@@ -25,7 +25,8 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
-UnrepeatableDataWarning  (UserWarning)                 the rows of the data are others each time they are read
+PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "DataWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -56,6 +58,7 @@ __all__ = [
     "NeverRanError",
     "NeverRanWarning",
     "NoAttentionError",
+    "PaddingWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -65,7 +68,6 @@ __all__ = [
     "TorchVersionError",
     "TrainingWarning",
     "TransformError",
-    "UnrepeatableDataWarning",
 ]
 
 
@@ -182,8 +184,15 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
-class UnrepeatableDataWarning(UserWarning):
-    """The rows of the data are others each time they are read, so that a run cannot be compared with another."""
+class DataWarning(UserWarning):
+    """The rows that are kept may not be those that one expects.
+
+    A loader drops some, their dim cannot be told, or they are others each time they are read.
+    """
+
+
+class PaddingWarning(UserWarning):
+    """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
 
 
 def warn(message: str, category: type[Warning]) -> None:

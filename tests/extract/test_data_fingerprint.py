@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from torchhook._extract.api import ImageFolder, extract
-from torchhook.errors import StoreMismatchError, UnrepeatableDataWarning
+from torchhook.errors import DataWarning, StoreMismatchError
 
 E = functools.partial(extract, progress=False, rows_per_shard=10, batch_size=5)
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -148,12 +148,12 @@ class Noisy(Map):
 
 def test_data_that_does_not_repeat_is_said_to_be_so_and_can_still_be_gone_on_with(tmp_path):
     state = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    with pytest.warns(UnrepeatableDataWarning, match=r"row 0 .* read twice.*not the same.*cannot be checked"):
+    with pytest.warns(DataWarning, match=r"row 0 .* read twice.*not the same.*cannot be checked"):
         E(same(), Noisy(X), "0", tmp_path)
     assert torch.equal(torch.get_rng_state(), state[0])
     assert (random.getstate(), str(np.random.get_state())) == state[1:]
     (tmp_path / "shards" / "s000000002.safetensors").unlink()
-    with pytest.warns(UnrepeatableDataWarning):
+    with pytest.warns(DataWarning):
         assert len(E(same(), Noisy(X), "0", tmp_path)) == 60
 
 

@@ -219,6 +219,17 @@ def test_the_same_code_is_the_same_in_another_process():
     assert told[0].stdout == told[1].stdout != "", told[0].stderr
 
 
+def test_code_that_is_run_as_a_script_is_the_same_as_when_it_is_imported():
+    def run(module):
+        space = {"nn": nn, "torch": torch, "__name__": module}
+        exec(compile(BODY + "\nclass Part: pass\ndef f(x, c=Part(), k=Part): return x", "<file>", "exec"), space)
+        model = space["Net"]()
+        model.part, model.kind = space["Part"](), space["Part"]
+        return code(model), of_function(space["f"])
+
+    assert run("__main__") == run("a.module")
+
+
 def test_bytecode_does_not_depend_on_where_code_stands():
     one, other = (compile("\n" * n + "def f(x):\n  return x + 1", "a" * n, "exec").co_consts[0] for n in (1, 2))
     assert bytecode(one) == bytecode(other)

@@ -252,6 +252,7 @@ class Truth:
             nearer = slopes(STEP / 10)
             if abs(nearer[0] - nearer[1]) > gap / 2:  # what bends goes away, a kink does not
                 return None
+            there, back = nearer
         return (there + back) / 2
 
     def expected(self, site: Site) -> float | None:

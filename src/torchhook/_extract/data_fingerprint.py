@@ -31,9 +31,11 @@ SIZES, READ, ENDS = 1 << 16, 1 << 10, 4096
 _NO_SETTINGS = frozenset({"root", "ids", "labels", "classes"})
 
 
-def of_data(source: Source, ids: Any, labels: Any) -> dict[str, Any]:
+def of_data(source: Source, ids: Any, labels: Any, lengths: Any) -> dict[str, Any]:
     """Facts about the rows of a source, of which only JSON's own types are made."""
     found: dict[str, Any] = {**_parts("ids", ids), **_parts("labels", labels)}
+    if is_table(lengths):  # else the manifest has them
+        found |= _parts("lengths", lengths)
     if isinstance(source, Stream):
         return found
     found["order"] = _rows_text(source.order, source.rows, "its own")
@@ -59,11 +61,16 @@ def _rows_text(rows: Sequence[int], of: int | None, plain: str) -> str:
     return digest(repr(list(map(int, rows))))
 
 
+def is_table(part: Any) -> bool:
+    """Whether ids, labels or lengths are one value for every row, rather than a way to find them."""
+    return hasattr(part, "__len__") and not isinstance(part, str)
+
+
 def _parts(name: str, part: Any) -> dict[str, Any]:
     """Ids or labels: of one value for every row the values, else how they are found in a batch."""
     if part is None or part is False:
         return {}
-    if hasattr(part, "__len__") and not isinstance(part, str):
+    if is_table(part):
         return {name: _spans(len(part), lambda low, high: _table(part, low, high))}
     return {name: of_function(part)}
 

@@ -128,10 +128,11 @@ def _filled(
     slab.rows = rows
     fill = Fill(task.manifest.columns, copies)
     into = pieces(batch.start, batch.good, {shard: slab}, task.manifest.rows_per_shard)
-    fill.begin(into, len(batch.good), batch.start, task.extras.mask(batch.value))
+    said = task.extras.padding(batch.value, batch.start, batch.good)
+    fill.begin(into, len(batch.good), batch.start, said)
     fill.extras(task.extras.of(batch.value, batch.start, batch.good))
     if values is None:
-        task.forward(batch.value, device, fill.features)
+        task.forward(batch.value, device, fill.features, said=said)
     else:
         for site, value in values.items():
             fill.features(site, value)

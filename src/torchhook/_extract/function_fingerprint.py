@@ -106,7 +106,9 @@ class Texts:
             return f"{self.of(value.__self__, around)}.{self.of(value.__func__, around)}"
         if isinstance(value, types.FunctionType):
             return self._function(value, around)
-        if isinstance(value, (types.BuiltinFunctionType, type)):
+        if isinstance(value, type):
+            return _name(value)
+        if isinstance(value, types.BuiltinFunctionType):
             return f"{value.__module__}.{value.__qualname__}"
         return None
 
@@ -119,7 +121,7 @@ class Texts:
         return f"{text} [{used if len(used) <= _SHOWN else digest(used)}]" if used else text
 
     def _object(self, value: Any, around: tuple[int, ...]) -> str:
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        name = _name(type(value))
         held = _settings(value)
         if held is not None:
             return f"{name}({self.of(held, around)})"
@@ -138,6 +140,11 @@ class Texts:
         if not isinstance(call, types.FunctionType) or is_library(call.__code__):
             return ""
         return f" {self._function(call, (id(value),))}"
+
+
+def _name(cls: type) -> str:
+    # A user's module has one name when it is imported, and another when it is run.
+    return f"{cls.__module__}.{cls.__qualname__}" if _of_library(cls) else cls.__qualname__
 
 
 def _array(value: Any) -> str:
@@ -237,8 +244,9 @@ def _reached(names: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, Any]
 def _of_library(value: Any) -> bool:
     if isinstance(value, types.ModuleType):
         return is_library_file(getattr(value, "__file__", None) or "")
-    module = sys.modules.get(value.__module__)
-    return module is None or is_library_file(getattr(module, "__file__", None) or "<main>")
+    # What was run is the user's, though a tool of some library may have run it.
+    module = None if value.__module__ == "__main__" else sys.modules.get(value.__module__)
+    return module is not None and is_library_file(getattr(module, "__file__", None) or "")
 
 
 @functools.lru_cache(4096)

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
-from torchhook._extract.data_fingerprint import of_data
+from torchhook._extract.data_fingerprint import is_table, of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
@@ -32,7 +32,7 @@ from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
 from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, UnrepeatableDataWarning, require, warn
+from torchhook.errors import DataWarning, ExtractError, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Request:
     shard_bytes: int | None
     ids: Part
     labels: Part
-    lengths: str | int | Callable[[Any], Any] | None
+    lengths: Part
     input_fn: Callable[[Any], Any] | None
     engine: str
     workers: int | None
@@ -170,7 +170,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
         code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
     code = model_code.steady(code, _code(request, forward))
-    identity = Identity(code, of_data(source, ids, request.labels), device.type)
+    identity = Identity(code, of_data(source, ids, request.labels, request.lengths), device.type)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
@@ -240,7 +240,11 @@ def _source(request: Request, pin: bool) -> Source:
 
 
 def _code(request: Request, forward: Forward) -> dict[str, str]:
-    functions = {"transform": forward.transform, "input_fn": request.input_fn, "lengths": request.lengths}
+    functions = {
+        "transform": forward.transform,
+        "input_fn": request.input_fn,
+        "lengths": None if is_table(request.lengths) else request.lengths,
+    }
     return model_code.facts(forward.index, functions)
 
 
@@ -257,7 +261,7 @@ class Identity(NamedTuple):
                 "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
                 "time (random augmentation?). The features are stored as they come; that a resumed run "
                 "has the same data, and the same model, cannot be checked.",
-                UnrepeatableDataWarning,
+                DataWarning,
             )
 
 
@@ -282,7 +286,7 @@ def _manifest(
         model=fingerprint.of_model(request.model),
         transform=of_function(forward.transform, values=False),
         input_fn=of_function(request.input_fn, values=False),
-        lengths=of_function(request.lengths, values=False),
+        lengths="one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False),
         dtype=None if request.dtype is None else str(request.dtype).removeprefix("torch."),
         autocast=None if not request.autocast else str(request.autocast).removeprefix("torch."),
         source=source.kind,

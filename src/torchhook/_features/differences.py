@@ -15,6 +15,7 @@ _SPANS = {
     "files": "{} of the data {} files of other names or contents",
     "ids": "the ids of {} {} others",
     "labels": "the labels of {} {} others",
+    "lengths": "the lengths of {} {} others",
 }
 _VERBS = {"rows": ("is", "are"), "contents": ("is", "are"), "files": ("has", "have")}
 
