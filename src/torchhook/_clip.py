@@ -156,7 +156,7 @@ class Clamped:
     """Every element at most ``bound``."""
 
     def __init__(self, bound: float) -> None:
-        self.together = Together("clamped")
+        self.together = Together("clamped")  # nobody is asked: each rank clamps what it has
         self._bound = bound
         self._waiting: dict[int, Home] = {}
         self._end = AtEnd(self._clamp)
@@ -174,7 +174,6 @@ class Clamped:
     def _clamp(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for home in waiting.values():
-            self.together.need(home.shared_with, "the limit on gradients")
             grad = home.parameter.grad
             if grad is not None and home.is_reduced:
                 # In place: DDP's buckets and FSDP's flat gradients are views of larger memory.
@@ -189,7 +188,6 @@ class _Shortened:
         self._index = index
         self._bound = bound
         self._reduced = True
-        self._shared_with: set[Any] = set()
         self._end = AtEnd(self._clip)
 
     def limit(self, grad: Tensor) -> None:
@@ -197,14 +195,12 @@ class _Shortened:
 
     def arrived(self, home: Home) -> None:
         self._reduced = self._reduced and home.is_reduced
-        self._shared_with.update(home.shared_with)
         self._end.ask()
 
     def _clip(self) -> None:
         reduced, self._reduced = self._reduced, True
         if not reduced:
             return  # a pass whose gradients will be reduced with those of a later one
-        self.together.need(self._shared_with, "the limit on gradients")
         homes = Homes(self._index)
         # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
         owned = [homes.of(m, name) for m in self._index.distinct.values() for name in m._parameters]

@@ -45,7 +45,7 @@ class ParameterGradients:
             return home.parameter
         reduced = _Reduced(home, tap, target.site)
         self._reduced.append(reduced)
-        if home.shared_with and tap.edits:
+        if home.way == "flat" and home.groups and tap.edits:
             self._announce(attachment)
         mark = functools.partial(_mark, reduced, self._ended)
         if home.way == "replicated":
@@ -74,8 +74,8 @@ class ParameterGradients:
         # A piece without elements has no gradient.
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         whole = home.way == "flat" and (self._full or bool(tap.edits))
-        if self._together is not None:
-            self._together.need(home.shared_with if tap.edits else home.groups, repr(reduced.site.shown))
+        if (whole or self._full) and self._together is not None:
+            self._together.need(home.groups, repr(reduced.site.shown))
         with torch.no_grad():
             new = tap.arrived_at_parameter(home.whole(grad) if whole else grad)
             if new is not None:

@@ -90,7 +90,10 @@ class Together:
         return True
 
     def need(self, groups: Iterable[Any], where: str) -> None:
-        """Refuse to go on where not all ranks do it: what comes next would wait for them."""
+        """Refuse to go on where not all ranks do it.
+
+        Only just before a collective, which would wait for them: without one, a rank may be gone when another asks.
+        """
         absent = self.missing(groups)
         if absent:
             raise SessionError(

@@ -41,11 +41,6 @@ class Home(NamedTuple):
     """What puts it together."""
 
     @property
-    def shared_with(self) -> tuple[Any, ...]:
-        """The process groups that have to treat its gradient alike."""
-        return (self.unit.process_group,) if self.way == "replicated" else self.groups
-
-    @property
     def is_reduced(self) -> bool:
         """Whether what ``.grad`` holds now is the sum over all ranks: a pass under ``no_sync`` leaves each its own."""
         if self.way == "replicated":

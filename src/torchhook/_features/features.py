@@ -47,9 +47,9 @@ class Features:
         if found is None:
             raise FileNotFoundError(f"{self.path} is no feature store: it has no {manifest.NAME}.")
         # Listed once: the index and the shards are judged by the same state, while others may still be writing.
-        sizes = store.storage.sizes(shards.FOLDER)
+        there = store.contents(found)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
-        entries = index.read_index(store.storage, sizes, broken)
+        entries = index.own(found, there.entries(broken), broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
         entries = _fitting(self.manifest, entries, broken)
@@ -65,7 +65,9 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(store.storage, sizes, mapped, self.manifest)
+        sizes = {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}
+        known = {entry.shard: entry for entry in entries}
+        self._shards = OpenShards(store.storage, sizes, mapped, self.manifest, known)
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:
@@ -166,7 +168,9 @@ class Features:
             f"transform: {about.transform}",
         ]
         if self.skipped:
-            notes.append(f"skipped: {len(self.skipped)} rows, see .skipped")
+            notes.append(
+                f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
+            )
         if self.missing:
             notes.append(f"incomplete: {len(self.missing)} shards are missing")
         rows = [[shown(spec.name), spec.row] for spec in about.columns]

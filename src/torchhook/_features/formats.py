@@ -1,6 +1,6 @@
 """``store.json`` of every version of TorchHook, in today's words, and the checksum that tells if it was altered.
 
-Format 1 called the sites ``layers`` at first, and had no checksum; its shards are those of today.
+Format 1 called the sites ``layers`` at first, and had no checksum; its shards do not say which run they belong to.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def current(data: dict[str, Any]) -> dict[str, Any]:
         _check(plain)
     else:
         plain = checked(data)
-    return {key: value for key, value in plain.items() if key not in ("format", "version")}
+    return {key: value for key, value in plain.items() if key != "format"}
 
 
 def _check(plain: dict[str, Any]) -> None:

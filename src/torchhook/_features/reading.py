@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchhook._features import shards
+from torchhook._features.index import REPAIR, Entry
 from torchhook._features.manifest import ColumnSpec, Manifest
 from torchhook._features.storage import Folder, Storage
 from torchhook._recording.tensor_file import DTYPES
@@ -78,8 +79,10 @@ class OpenShards:
     ``views`` are the mapped tensors of each column by shard. Columns look into them first, and tell ``used``.
     """
 
-    def __init__(self, storage: Storage, sizes: dict[str, int], mapped: bool, whole: Manifest) -> None:
-        self.storage, self.sizes, self._whole = storage, sizes, whole
+    def __init__(
+        self, storage: Storage, sizes: dict[str, int], mapped: bool, whole: Manifest, entries: Mapping[int, Entry]
+    ) -> None:
+        self.storage, self.sizes, self._whole, self.entries = storage, sizes, whole, entries
         self.mapped = mapped and isinstance(storage, Folder)
         self._open: OrderedDict[int, MappedShard | RangedShard] = OrderedDict()
         self._locks = {os.getpid(): threading.Lock()}
@@ -126,6 +129,7 @@ class OpenShards:
             raise IncompleteStoreError(
                 f"{self.storage.url}: {name} is gone since the store was opened. Run the same extract call again."
             ) from error
+        self._same(shard, header)
         first, last = self._whole.span(shard)
         misfit = misfits(header, self._whole.columns, last - first)
         if misfit:
@@ -134,6 +138,18 @@ class OpenShards:
             assert isinstance(self.storage, Folder)
             return MappedShard(self.storage.root / name, header)
         return RangedShard(self.storage, name, header)
+
+    def _same(self, shard: int, header: shards.Header) -> None:
+        """A shard must still be the one that the index knew when the store was opened, which read no shard."""
+        known = self.entries.get(shard)
+        if known is None or known.crc32 == header.crc32:
+            return
+        plan = header.metadata.get("plan", "")
+        which = "a shard of another run" if plan != known.plan else "another shard than the store was finished with"
+        raise BrokenShardError(
+            f"{self.storage.url}: {shards.name_of(shard)} is {which} (checksum {header.crc32}, the index has "
+            f"{known.crc32}). If it was made again since, open the store again. {REPAIR}"
+        )
 
 
 def misfits(header: shards.Header, specs: Iterable[ColumnSpec], rows: int) -> list[str]:

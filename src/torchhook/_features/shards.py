@@ -79,13 +79,13 @@ Read = Callable[[int, int], bytes]
 """Bytes ``[start, end)`` of a file."""
 
 
-def header(where: str, read: Read, size: int) -> Header:
-    """The header of a shard of ``size`` bytes, or what is wrong with it."""
-    front = read(0, min(_GUESS, size))
+def header(where: str, read: Read, size: int | None) -> Header:
+    """The header of a shard of ``size`` bytes, where that is known, or what is wrong with it."""
+    front = read(0, _GUESS if size is None else min(_GUESS, size))
     if len(front) < 8:
         raise BrokenShardError(f"{where}: {len(front)} bytes are too few for a shard: truncated.")
     start = 8 + int.from_bytes(front[:8], "little")
-    if start > size:
+    if size is not None and start > size:
         raise BrokenShardError(f"{where}: the header should end at byte {start}, the file at {size}: truncated.")
     text = front[8:start] if start <= len(front) else front[8:] + read(len(front), start)
     try:
@@ -98,7 +98,7 @@ def header(where: str, read: Read, size: int) -> Header:
         end = start + _end(entries)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BrokenShardError(f"{where}: the header is not one of a shard: altered, or a stranger's file.") from error
-    if end != size:
+    if size is not None and end != size:
         raise BrokenShardError(f"{where}: {end} bytes are expected, {size} found: truncated or altered.")
     return Header(where, entries, metadata, crc, start, end)
 

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from torchhook import _torch
+from torchhook import _torch, _torch_compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
 from torchhook._values.wrappers import is_fake, is_wrapper
 
@@ -22,6 +22,16 @@ _PACKED = frozenset(dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"b
 _FLOAT8 = frozenset(dtype for name, dtype in _DTYPES.items() if name.startswith("float8"))
 # Numbers that single precision has no room for.
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
+SATURATES = torch.float8_e4m3fn
+"""It has no infinity: a cast to it gives the largest number instead."""
+_MOST = 464.0  # rounds to that number, 448; anything larger would have been infinity
+
+
+def in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value, for a cast to ``dtype``: with NaN where that would silently give another number."""
+    if dtype != SATURATES or value.dtype == dtype or not value.is_floating_point():
+        return value
+    return torch.where(value.abs() > _MOST, math.nan, value)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -31,6 +41,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     'float16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def can_cast(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether numbers of one kind stay what they are in another: ``torch.can_cast``, in compiled code too.
+
+    >>> can_cast(torch.float32, torch.int64), can_cast(torch.int64, torch.float16)
+    (False, True)
+    """
+    if not _torch_compiler.in_trace():
+        return torch.can_cast(old, new)
+    if new == torch.bool or old == torch.bool:
+        return old == torch.bool
+    floats = new.is_floating_point or new.is_complex
+    return (new.is_complex or not old.is_complex) and (floats or not old.is_floating_point)
 
 
 def readable(tensor: Tensor) -> bool:
