@@ -126,9 +126,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="local")
     given = parser.parse_args()
+    from tests.extract import jobs  # not this module, whose classes are of __main__: a store is of the code by its name
+
     if given.what == "run":
-        run(given.out, engine=given.engine, pause=0.0005)
+        jobs.run(given.out, engine=given.engine, pause=0.0005)
     else:
         import torchhook  # noqa: F401  the forks must not wait for imports
 
-        print(json.dumps(kills(given.out, given.kills, given.writers, given.seed)))
+        print(json.dumps(jobs.kills(given.out, given.kills, given.writers, given.seed)))

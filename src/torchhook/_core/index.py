@@ -10,13 +10,16 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from torchhook import _torch_compiler
+
 
 class Index:
     """The names of a model: modules by path, parameters and buffers by path."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
+        self._root = model
         self.modules = dict(walk(model))
         self._model = model
 
@@ -30,6 +33,10 @@ class Index:
             for name, tensor in own.items()
             if tensor is not None
         }
+
+    def is_compiled(self) -> bool:
+        """Whether the model or a part of it was compiled."""
+        return any(_torch_compiler.is_compiled(module) for module in self._root.modules())
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
@@ -53,6 +60,14 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def described(value: object) -> str:
+    """What somebody has given for a model, and what would be one."""
+    kind = type(value).__name__
+    if kind != "ExportedProgram":
+        return kind
+    return f"{kind}: torch.export.unflatten(program) makes a module of it whose layers are called"
 
 
 def is_callable(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
@@ -59,6 +60,11 @@ def cause(
         known = taps.get(id(module))
         if known is not None and known.ran == 0:
             return f"{path!r}, which holds it, did not run either: a branch that was not taken?"
+    if any(isinstance(module, torch.fx.GraphModule) for _, module in around):
+        return (
+            "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
+            "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
+        )
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "

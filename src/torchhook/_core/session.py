@@ -30,7 +30,7 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -45,6 +45,7 @@ class Session:
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
     ) -> None:
+        hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
@@ -195,6 +196,9 @@ class Session:
     def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
+        self._given_as = ""  # one that is refused was not forgotten
+        hooks.refuse_compiled_code()
+        hooks.eager_stance.say_once(self.index.is_compiled)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
@@ -203,7 +207,7 @@ class Session:
             for keep in self._keeps:
                 attachment.defer(keep.release)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
-            hooks.eager_stance.hold(attachment)
+            hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
@@ -247,6 +251,7 @@ class Session:
         try:
             if error is not None:
                 functional.unwind(self._depths)
+                self._explain(error)
         finally:
             self._close(None if stopped else error)
         return stopped
@@ -274,6 +279,12 @@ class Session:
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
             warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+
+    def _explain(self, error: BaseException) -> None:
+        """A loss on a value that is off the graph: torch does not know who took it off."""
+        detached = any(keep.mode in ("copy", "clone") for keep in self._keeps)
+        if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from torchhook import _torch
+from torchhook import _torch, _torch_compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
 from torchhook._values.wrappers import is_fake, is_wrapper
 
@@ -41,6 +41,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     'float16'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def can_cast(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether numbers of one kind stay what they are in another: ``torch.can_cast``, in compiled code too.
+
+    >>> can_cast(torch.float32, torch.int64), can_cast(torch.int64, torch.float16)
+    (False, True)
+    """
+    if not _torch_compiler.in_trace():
+        return torch.can_cast(old, new)
+    if new == torch.bool or old == torch.bool:
+        return old == torch.bool
+    floats = new.is_floating_point or new.is_complex
+    return (new.is_complex or not old.is_complex) and (floats or not old.is_floating_point)
 
 
 def readable(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchhook._recording.address import Site
-from torchhook._values import tree
+from torchhook._values import elements, tree
 from torchhook._values.subclasses import placed_like, traits
 from torchhook._values.wrappers import like, through_numbers
 from torchhook.errors import EditError
@@ -85,7 +85,7 @@ def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
 def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
     given = torch.as_tensor(new)
-    if not torch.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
+    if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise mismatch(site, "dtype", old.dtype, given.dtype)
     tensor = placed_like(given.to(old.device, old.dtype), old)
     try:
