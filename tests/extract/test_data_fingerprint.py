@@ -103,6 +103,15 @@ def test_other_ids_and_labels_are_other_data(tmp_path):
         E(same(), X, "0", tmp_path, ids=ids, labels=[7, *range(1, 60)])
 
 
+def test_other_lengths_are_other_data(tmp_path):
+    tokens = torch.randn(60, 6, 3)
+    E(same(), tokens, "0", tmp_path, lengths=[3] * 60)
+    with pytest.raises(StoreMismatchError, match=r"the lengths of rows 8 to 11 are others"):
+        E(same(), tokens, "0", tmp_path, lengths=[3] * 10 + [4] + [3] * 49)
+    assert len((tmp_path / "store.json").read_text()) < 4000
+    assert [len(row) for row in E(same(), tokens, "0", tmp_path, lengths=[3] * 60)["0"]] == [3] * 60
+
+
 def test_another_order_subset_or_collate_is_other_data(tmp_path):
     data = TensorDataset(X)
 
