@@ -79,8 +79,7 @@ def extract(
             selectors to transforms, in which a site's own address comes first. By default the whole value.
         run_on: The device that the model and the batches are moved to; by default where the model is.
         dtype: Floating-point values are stored as this; by default as they are.
-        rows_per_shard: Rows in each file, the unit of what is kept when a run is stopped. By default whole batches, at
-            most 64 MiB and about half a minute of work, and at least four files for each process.
+        rows_per_shard: Rows in each file; by default whole batches, at most 64 MiB and half a minute, in four or more.
         shard_bytes: Bytes in each file, about, and no more than 65,536 rows, in place of that rule.
         ids: A name for each row: a key or position in the batch, a function of it, or one value for every row. By
             default those that the data set has, as image folders do.
