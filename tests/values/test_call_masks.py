@@ -88,7 +88,9 @@ def test_frames_of_zeros_look_padded():
 ADDED = torch.where(MASK == 0, -torch.inf, 0.0)
 
 
-@pytest.mark.parametrize("mask", [ADDED, ADDED.clamp(min=-1e4), MASK[:, None, None], MASK[:, None] == 1, ADDED[:, None, None]])
+@pytest.mark.parametrize(
+    "mask", [ADDED, ADDED.clamp(min=-1e4), MASK[:, None, None], MASK[:, None] == 1, ADDED[:, None, None]]
+)
 def test_masks_that_are_added_or_have_dims_for_heads_and_queries_are_read(mask):
     found = masks_in(Inputs((), {"input_ids": IDS, "attention_mask": mask}), [])
     assert torch.equal(found.masks["attention_mask"], MASK.bool())

@@ -58,9 +58,9 @@ class PaddingOf:
             self.warned = True
             warn(
                 f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known "
-                "that tells where, so that padding is part of the features, and other batches give others. Give the model its attention "
-                "mask, or say lengths= (a field of the batch, or a function of it: lengths or a mask; lengths=False "
-                "if this is no padding).",
+                "that tells where, so that padding is part of the features, and other batches give others. Give the "
+                "model its attention mask, or say lengths= (a field of the batch, or a function of it: lengths or a "
+                "mask; lengths=False if this is no padding).",
                 PaddingWarning,
             )
 
