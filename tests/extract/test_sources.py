@@ -223,3 +223,16 @@ def test_rows_are_those_that_the_loader_gives_whatever_it_derives_from(tmp_path,
 def test_a_loader_of_ones_own_that_shuffles_is_refused(tmp_path):
     with pytest.raises(ExtractError, match="another order each time"):
         E(same(), Doubling(TensorDataset(X), 8, shuffle=True), "0", tmp_path)
+
+
+class Sum(nn.Module):
+    def forward(self, x, y, label=None):
+        assert label is None
+        return x + y
+
+
+def test_a_field_that_forward_must_have_is_an_input_though_it_be_called_like_a_label(tmp_path):
+    rows = [{"x": x, "y": x, "label": i} for i, x in enumerate(X)]
+    features = E(Sum(), rows, "(model)", tmp_path)
+    assert torch.equal(features["(model)"][:], X * 2)
+    assert features.labels[:].tolist() == list(range(40))
