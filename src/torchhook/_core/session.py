@@ -125,9 +125,9 @@ class Session:
                 )
             self.look(target, _stopper(self.scope, waiting, target.site))
 
-    def listen(self, listener: Listener | None = None) -> Listener:
-        """See the functional operations inside the modules, with a listener of one's own or the session's."""
-        return self._taps.listen(listener)
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every functional operation inside the modules."""
+        self._taps.listen(listener)
 
     def _only_edit(self, site: Site, edit: Edit) -> Edit:
         if site.call is None:
@@ -178,7 +178,7 @@ class Session:
             self._taps.forget_root_input()
         self._open()
         if running and self._taps.listener is not None:
-            self._taps.listener.enter(self.index.modules[""])
+            self._taps.listener.enter_running(self.index.modules[""])
         return self
 
     def _open(self) -> Session:
@@ -198,10 +198,8 @@ class Session:
             attachment.defer(self.scope.leave)
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
-                enter, leave = taps.listener.boundaries()
-                for module in self.index.distinct.values():
-                    attachment.attach(enter, module)
-                    attachment.attach(leave, module)
+                for module, boundary in taps.listener.boundaries(self.index):
+                    attachment.attach(boundary, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
             for target, grad_tap in taps.parameters:
