@@ -25,6 +25,8 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "DataWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -55,6 +58,7 @@ __all__ = [
     "NeverRanError",
     "NeverRanWarning",
     "NoAttentionError",
+    "PaddingWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -178,6 +182,14 @@ class GuardWarning(UserWarning):
 
 class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
+
+
+class DataWarning(UserWarning):
+    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
+
+
+class PaddingWarning(UserWarning):
+    """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -81,6 +81,20 @@ def surely(undo: Callable[[], object]) -> None:
         undo()
 
 
+class AtEnd:
+    """Undoes something when called, or else when dropped: an interrupt may come just before the call."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo: Callable[[], object] | None = undo
+
+    def __call__(self) -> None:
+        if self._undo is not None:
+            surely(self._undo)
+            self._undo = None
+
+    __del__ = __call__
+
+
 class Turn:
     """A lock that an interrupt cannot leave locked for good: one may come between the work and the release.
 
