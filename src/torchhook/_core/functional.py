@@ -149,8 +149,8 @@ class SiteListener(Listener):
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
-        if id(index.modules[""]) not in self._modules:
-            yield index.modules[""], EnterTap(self._begin)
+        if id(index.root) not in self._modules:
+            yield index.root, EnterTap(self._begin)
         for module in self._modules.values():
             yield module, enter
             yield module, leave

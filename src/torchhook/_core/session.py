@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -17,7 +17,7 @@ from torchhook import edits
 from torchhook._core import functional, hooks, never_ran
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
-from torchhook._core.index import Index
+from torchhook._core.index import Index, all_modules
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
@@ -29,6 +29,9 @@ from torchhook._values import tree
 from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
 
 Threads = Literal["own", "all"]
+
+Names = Callable[[], Iterable[tuple[str, str]]]
+"""Finds pairs of a name and the one that it stands for."""
 
 
 class Session:
@@ -44,7 +47,7 @@ class Session:
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
-        self.recording = Recording(type(self.index.modules[""]).__name__)
+        self.recording = Recording(type(self.index.root).__name__)
         self.scope = Scope()
         self._own_threads_only = threads == "own"
         self._warn = warn
@@ -85,23 +88,16 @@ class Session:
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
                 continue  # "relu" holds "relu#1" already
-            for name in self._other_names(target):
-                self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if before_edits:
                 tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
             else:
                 self.look(target, recorder)
+        self.recording.other_names = _other_names(self.index, targets, self.recording.other_names)
         self.recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.looks.insert(0, _outliving(self.index, keep))
-
-    def _other_names(self, target: Target) -> list[str]:
-        if target.tensor is None:
-            return self.index.names(target.module)
-        tensor = live_tensor(target)
-        return [path for path, (module, name) in self.index.tensors.items() if getattr(module, name) is tensor]
+        self._taps.root.looks.insert(0, lambda value, call: keep.called_with(tree.tensors(value)))
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -178,7 +174,7 @@ class Session:
             self._taps.forget_root_input()
         self._open()
         if running and self._taps.listener is not None:
-            self._taps.listener.enter_running(self.index.modules[""])
+            self._taps.listener.enter_running(self.index.root)
         return self
 
     def _open(self) -> Session:
@@ -191,6 +187,7 @@ class Session:
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
+                keep.owned_by(functools.partial(_tensors_of, self.index.root))
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
             hooks.eager_stance.hold(attachment)
             attachment.defer(taps.handles.remove)
@@ -260,10 +257,10 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        by_module, replacements = self._taps.by_module(), never_ran.Replacements(self.index)
+        by_module = self._taps.by_module()
         for site, (target, tap) in self._taps.targets.items():
             passing = self._taps.passing(site, tap)
-            address, replaced = str(site), replacements.of(target, self._followed)
+            address, replaced = str(site), never_ran.replaced(target, self.index, self._followed)
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
             if passing.recomputed:
@@ -339,12 +336,36 @@ def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
     return stop
 
 
-def _outliving(index: Index, keep: Keep) -> Look:
-    """Tell ``keep`` which tensors outlive the forward pass: what the model owns, and what it is called with."""
-    keep.owns(
-        tensor
-        for module in index.distinct.values()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
-    return lambda value, call: keep.called_with(tree.tensors(value))
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """What a model owns, and outlives its forward pass."""
+    for module in all_modules(model):
+        for held in (module._parameters, module._buffers):
+            if held:
+                yield from (tensor for tensor in held.values() if tensor is not None)
+
+
+def _other_names(index: Index, targets: list[Target], more: Names) -> Names:
+    """Finds the other names that shared modules and parameters have, when they are asked for.
+
+    That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
+    model only as long as it lives.
+    """
+    model = weakref.ref(index.root)
+    known = [(weakref.ref(target.module), target.tensor, target.site.path) for target in targets]
+
+    def find() -> Iterator[tuple[str, str]]:
+        yield from more()
+        if (root := model()) is None:
+            return
+        walked = Index(root)
+        for module, tensor, path in known:
+            if (owner := module()) is None:
+                continue
+            if tensor is None:
+                names = walked.names(owner)
+            else:
+                held = getattr(owner, tensor, None)
+                names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
+            yield from ((name, path) for name in names if name != path)
+
+    return find

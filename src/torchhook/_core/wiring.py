@@ -36,7 +36,7 @@ class Taps:
         self._seen_from = seen_from
         self._by_module: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
-        self.root = self._module_tap(InputTap, index.modules[""], "")
+        self.root = self._module_tap(InputTap, index.root, "")
         """Sees the model being called, whatever is asked for."""
 
     # -- reading ------------------------------------------------------------------------------------
@@ -68,12 +68,12 @@ class Taps:
 
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
-        self._by_module.pop((id(self._index.modules[""]), InputTap))
+        self._by_module.pop((id(self._index.root), InputTap))
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
         if self._gradients:
-            root = self._module_tap(OutputTap, self._index.modules[""], "")
+            root = self._module_tap(OutputTap, self._index.root, "")
             root.aliases = [*root.aliases, self.aliases.settle_after]
 
     def listen(self, listener: Listener) -> None:
