@@ -25,6 +25,7 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
@@ -45,6 +46,7 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "CompiledWarning",
     "DataWarning",
     "EditError",
     "ExtractError",
@@ -184,8 +186,15 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
+class CompiledWarning(UserWarning):
+    """A compiled model runs eagerly inside a session; said once in a process."""
+
+
 class DataWarning(UserWarning):
-    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
+    """The rows that are kept may not be those that one expects.
+
+    A loader drops some, their dim cannot be told, or they are others each time they are read.
+    """
 
 
 class PaddingWarning(UserWarning):
@@ -269,8 +278,13 @@ def _packages_of(extra: str) -> list[str]:
 _INSTALLED_AS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
-def note(error: BaseException, text: str) -> None:
-    """Add to an error that ends a run what its reader may want to know."""
+def hint(error: BaseException, text: str) -> None:
+    """Add to an error that passes through what its reader may want to know."""
     add = getattr(error, "add_note", None)  # Python 3.11
     if add is not None:
-        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")
+        add(f"torchhook: {text}")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add to an error that ends a run what its reader may want to know."""
+    hint(error, f"{text} Committed shards are safe: the same call does only what is missing.")

@@ -260,7 +260,7 @@ class _Mode(TorchFunctionMode):
         else:
             return func(*args, **kwargs)
         name = op_name(func)
-        if name is None or own_work.busy:
+        if name is None or own_work.busy or _torch.in_fsdp():
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
+
+from torchhook import _torch_compiler
 
 
 class Index:
@@ -16,7 +18,7 @@ class Index:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
         self.root = unwrapped(model)
         """The model itself, without what wraps it."""
         self._model = model
@@ -58,12 +60,28 @@ class Index:
             if tensor is not None
         }
 
+    def is_compiled(self) -> bool:
+        """Whether the model or a part of it was compiled."""
+        return any(_torch_compiler.is_compiled(module) for module in all_modules(self._model))
+
+    def owned(self) -> Iterator[Tensor]:
+        """What the model owns now, and outlives its forward pass: every parameter and buffer."""
+        for module in all_modules(self.root):
+            for held in (module._parameters, module._buffers):
+                if held:
+                    yield from (tensor for tensor in held.values() if tensor is not None)
+
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
     @functools.cached_property
     def distinct(self) -> dict[int, nn.Module]:
         """Every module once, by id."""
         return {id(module): module for module in self.modules.values()}
+
+    @functools.cached_property
+    def wrappers(self) -> list[nn.Module]:
+        """What DDP, FSDP and their like put around modules."""
+        return [module for module in all_modules(self._model) if id(module) not in self.distinct]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:
@@ -75,6 +93,14 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def described(value: object) -> str:
+    """What somebody has given for a model, and what would be one."""
+    kind = type(value).__name__
+    if kind != "ExportedProgram":
+        return kind
+    return f"{kind}: torch.export.unflatten(program) makes a module of it whose layers are called"
 
 
 def is_callable(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
@@ -12,6 +13,7 @@ from torchhook._core.gradients import GradTap
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
 from torchhook._recording.address import Site
 from torchhook.errors import suggestion
@@ -58,6 +60,11 @@ def cause(
         known = taps.get(id(module))
         if known is not None and known.ran == 0:
             return f"{path!r}, which holds it, did not run either: a branch that was not taken?"
+    if any(isinstance(module, torch.fx.GraphModule) for _, module in around):
+        return (
+            "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
+            "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
+        )
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "
@@ -73,11 +80,19 @@ def replaced(target: Target, index: Index, followed: Mapping[Site, Tensor]) -> s
     path = target.site.path
     if target.tensor is not None:
         known = followed.get(target.site)
-        if known is not None and getattr(target.module, target.tensor, None) is not known:
+        if known is not None and not _is_at_home(known, target.module, target.tensor, index):
             return f"{path!r} is another tensor now"
         path = path.rpartition(".")[0]
     now = index.find(path)
     return "" if now is None or now is target.module else f"{path!r} is another {type(now).__name__} now"
+
+
+def _is_at_home(parameter: Tensor, module: nn.Module, name: str, index: Index) -> bool:
+    if getattr(module, name, None) is parameter:
+        return True
+    # FSDP puts another tensor in its place while the module runs.
+    home = Homes(index).of(module, name)
+    return home is not None and home.parameter is parameter
 
 
 def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:

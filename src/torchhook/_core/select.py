@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -192,6 +193,9 @@ def _name_hint(index: Index, path: str) -> str:
     dotted = re.sub(r"\[(\d+)\]", r".\1", path)  # blocks[3], as one writes it in Python
     if dotted != path and dotted in index.modules:
         return f"Did you mean {dotted!r}?"
+    flat = next((name for name in index.tensors if _last(name) == "_flat_param"), None)
+    if flat is not None and path.rpartition(".")[0] in index.modules:
+        return f"FSDP has made parameters one, as {flat!r}: with use_orig_params=True they keep their names."
     return suggestion(path, index.modules if path.count(".") == 0 else [*index.modules, *index.tensors])
 
 
@@ -247,3 +251,34 @@ def live_tensor(target: Target) -> Tensor:
     value = getattr(target.module, target.tensor)
     assert isinstance(value, Tensor)
     return value
+
+
+Names = Callable[[], Iterable[tuple[str, str]]]
+"""Finds pairs of a name and the one that it stands for."""
+
+
+def other_names(index: Index, targets: list[Target], more: Names) -> Names:
+    """Finds the other names that shared modules and parameters have, when they are asked for.
+
+    That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
+    model only as long as it lives.
+    """
+    model = weakref.ref(index.root)
+    known = [(weakref.ref(target.module), target.tensor, target.site.path) for target in targets]
+
+    def find() -> Iterator[tuple[str, str]]:
+        yield from more()
+        if (root := model()) is None:
+            return
+        walked = Index(root)
+        for module, tensor, path in known:
+            if (owner := module()) is None:
+                continue
+            if tensor is None:
+                names = walked.names(owner)
+            else:
+                held = getattr(owner, tensor, None)
+                names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
+            yield from ((name, path) for name in names if name != path)
+
+    return find

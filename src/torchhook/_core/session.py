@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
@@ -17,21 +17,22 @@ from torchhook import edits
 from torchhook._core import functional, hooks, never_ran
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
-from torchhook._core.index import Index, all_modules
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.lost_gradients import Units
+from torchhook._core.parameters import ParameterGradients
+from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
-from torchhook._core.select import Target, live_tensor
+from torchhook._core.select import Target, other_names
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
-
-Names = Callable[[], Iterable[tuple[str, str]]]
-"""Finds pairs of a name and the one that it stands for."""
 
 
 class Session:
@@ -44,6 +45,7 @@ class Session:
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
     ) -> None:
+        hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
@@ -52,6 +54,10 @@ class Session:
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self.gathers: Together | None = None
+        """With the other ranks, where the gradients of parameters are wanted whole."""
+        self.reduced = False
+        """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
@@ -84,17 +90,20 @@ class Session:
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         targets = list(targets)
+        units = Units(self.index) if keep.mode in ("live", "reference") else None
         whole = {target.site for target in targets if target.site.call is None}
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
                 continue  # "relu" holds "relu#1" already
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
+            if units:
+                recorder = _checked(units.checked(target.site), recorder)
             if before_edits:
                 tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
             else:
                 self.look(target, recorder)
-        self.recording.other_names = _other_names(self.index, targets, self.recording.other_names)
+        self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
         self.recording.wait_with(keep.wait)
         self._keeps.append(keep)
         self._taps.root.looks.insert(0, lambda value, call: keep.called_with(tree.tensors(value)))
@@ -180,6 +189,9 @@ class Session:
     def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
+        self._given_as = ""  # one that is refused was not forgotten
+        hooks.refuse_compiled_code()
+        hooks.eager_stance.say_once(self.index.is_compiled)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
@@ -187,21 +199,25 @@ class Session:
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
-                keep.owned_by(functools.partial(_tensors_of, self.index.root))
+                keep.owned_by(self.index.owned)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
-            hooks.eager_stance.hold(attachment)
+            hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
+            if self.gathers is not None:
+                attachment.defer(self.gathers.close)
+                self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
-            for target, grad_tap in taps.parameters:
-                parameter = self._followed[target.site] = live_tensor(target)
-                attachment.follow(parameter, grad_tap.arrived_at_parameter)
+            if taps.parameters:
+                gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
+                for target, grad_tap in taps.parameters:
+                    self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()
             if self._own_threads_only:
                 self.scope.enter()
@@ -227,6 +243,7 @@ class Session:
         try:
             if error is not None:
                 functional.unwind(self._depths)
+                self._explain(error)
         finally:
             self._close(None if stopped else error)
         return stopped
@@ -254,6 +271,12 @@ class Session:
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
             warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+
+    def _explain(self, error: BaseException) -> None:
+        """A loss on a value that is off the graph: torch does not know who took it off."""
+        detached = any(keep.mode in ("copy", "clone") for keep in self._keeps)
+        if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
@@ -305,6 +328,10 @@ class Session:
 # and with it the hooks, alive for as long as the model.
 
 
+def _checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
+    return look if check is None else lambda value, call: look(check(value), call)
+
+
 def _looked_at_first(tap: Tap, look: Look) -> Edit:
     def pass_on(value: Any, call: int) -> Any:
         if not tap.recomputing:
@@ -334,38 +361,3 @@ def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
             raise Stop(scope)
 
     return stop
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """What a model owns, and outlives its forward pass."""
-    for module in all_modules(model):
-        for held in (module._parameters, module._buffers):
-            if held:
-                yield from (tensor for tensor in held.values() if tensor is not None)
-
-
-def _other_names(index: Index, targets: list[Target], more: Names) -> Names:
-    """Finds the other names that shared modules and parameters have, when they are asked for.
-
-    That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
-    model only as long as it lives.
-    """
-    model = weakref.ref(index.root)
-    known = [(weakref.ref(target.module), target.tensor, target.site.path) for target in targets]
-
-    def find() -> Iterator[tuple[str, str]]:
-        yield from more()
-        if (root := model()) is None:
-            return
-        walked = Index(root)
-        for module, tensor, path in known:
-            if (owner := module()) is None:
-                continue
-            if tensor is None:
-                names = walked.names(owner)
-            else:
-                held = getattr(owner, tensor, None)
-                names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
-            yield from ((name, path) for name in names if name != path)
-
-    return find

@@ -135,11 +135,6 @@ class Recording:
             self._stores[site] = MemoryStore(limit)
         return self._stores[site]
 
-    def add_alias(self, name: str, path: str) -> None:
-        """Let a shared module be read under another of its names."""
-        if name != path:
-            self._aliases.add((name, path))
-
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""
         find, self.other_names = self.other_names, tuple

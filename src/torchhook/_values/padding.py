@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchhook import _torch_compiler
 from torchhook.errors import TransformError
 
 _WAY_OUT = (
@@ -166,6 +167,9 @@ _known: ContextVar[Known | None] = ContextVar("padding of the batch", default=No
 @contextlib.contextmanager
 def knowing(padding: Known | None) -> Iterator[None]:
     """Transforms that run inside know what is padding."""
+    if padding is None and known() is None:
+        yield
+        return
     token = _known.set(padding)
     try:
         yield
@@ -175,7 +179,8 @@ def knowing(padding: Known | None) -> Iterator[None]:
 
 def known() -> Known | None:
     """What the transform that runs now may know."""
-    return _known.get()
+    # The compiler follows no contexts; compiled code runs for no batch whose padding is known.
+    return None if _torch_compiler.in_trace() else _known.get()
 
 
 def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | None:
@@ -187,7 +192,7 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | N
 
     ``named`` says that the user chose the dims: then the positions may be another one, which stays.
     """
-    padding = _known.get()
+    padding = known()
     if padding is None or not dims:
         return None
     rows, shape = len(tensor), tensor.shape
@@ -213,7 +218,7 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | N
 
 def mask_of(tensor: Tensor) -> Tensor | None:
     """The mask ``(N, T)``, on the host, of a value ``(N, T, ...)``; ``None`` if every position is real."""
-    padding = _known.get()
+    padding = known()
     return None if padding is None else padding.at(len(tensor), tensor.shape[1])
 
 
