@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from torchhook import edits, transforms
 from torchhook.errors import AmbiguousCallError, EditError, NeverRanError, SelectorError
 
@@ -58,6 +59,8 @@ X = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
 
 
 def compiled(wrapper: nn.Module, x: Tensor) -> Any:
+    if TORCH < (2, 7) and any(name in str(vars(wrapper)) for name in ("block:input", "compose(")):
+        pytest.skip("this version's compiler follows no named tuples and context managers")
     torch._dynamo.reset()
     return torch.compile(wrapper, backend="eager", fullgraph=True)(x)
 

@@ -145,7 +145,7 @@ class _StaticTap(taps.Tap):
         running.append(None)  # what is done here is nobody's operation
         for change in self.changes:
             new = change(value, self.site)
-            if new is not None and new is not value:
+            if new is not None:
                 edits.check(value, new, self.site)
                 value = new
         if self.changes:
@@ -153,7 +153,7 @@ class _StaticTap(taps.Tap):
         if self.needed is not None:
             kept = value if self.transform is None else self.transform(value)
             # The compiler drops a clone where nothing overwrites the value.
-            values[self.key].append(kept.clone() if isinstance(kept, Tensor) else tree.map_tensors(torch.clone, kept))
+            values[self.key].append(_cloned(kept))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
                 raise Stop(self.scope_to_end)  # type: ignore[arg-type]
@@ -164,10 +164,25 @@ class _StaticTap(taps.Tap):
         raise NotImplementedError("operations are heard by a mode, and have no hook")
 
 
+def _cloned(value: Any) -> Any:
+    """A value with copies of its tensors; written out for what models mostly return, which old compilers follow."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _cloned(part) for key, part in value.items()}
+    if type(value) is list:
+        return [_cloned(part) for part in value]
+    if type(value) is tuple:
+        return tuple([_cloned(part) for part in value])
+    if isinstance(value, tree.Inputs):
+        return tree.Inputs(_cloned(value.args), _cloned(value.kwargs))
+    return tree.map_tensors(torch.clone, value)
+
+
 class _OutputTap(_StaticTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         value = self.pass_on(output)
-        return None if value is output else value
+        return value if self.changes else None
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return hooks.after_call(module, self)
@@ -175,9 +190,8 @@ class _OutputTap(_StaticTap):
 
 class _InputTap(_StaticTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passing = taps.as_value(args, kwargs)
-        value = self.pass_on(passing)
-        return None if value is passing else taps.as_arguments(value)
+        value = self.pass_on(taps.as_value(args, kwargs))
+        return taps.as_arguments(value) if self.changes else None
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return hooks.before_call(module, self, with_kwargs=True)
@@ -278,10 +292,7 @@ def _is_called(function: Any, operation: _Operation) -> bool:
 
 def _passed(function: Any, operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation.inputs is not None:
-        passing = taps.as_value(args, kwargs)
-        value = operation.inputs.pass_on(passing)
-        if value is not passing:
-            args, kwargs = taps.as_arguments(value)
+        args, kwargs = taps.as_arguments(operation.inputs.pass_on(taps.as_value(args, kwargs)))
     output = function(*args, **kwargs)
     if operation.outputs is None:
         return output

@@ -18,7 +18,7 @@ class Index:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
         self._root = model
         self.modules = dict(walk(model))
 
