@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils.hooks import RemovableHandle
 
-from torchhook import _torch_compiler, edits
+from torchhook import _torch, _torch_compiler, edits
 from torchhook._core import functional, hooks, taps
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
 from torchhook._values import tree
+from torchhook.errors import SessionError
 
 Transform = Callable[[Any], Any]
 
@@ -100,7 +101,7 @@ class Attached:
         # The compiler leaves out by itself what no feature needs.
         ends = self._scope is not None and not torch.compiler.is_compiling()
         depths = functional.depths() if ends else {}
-        call.state = (values, edited, running)
+        call.state = (values, edited, running, torch.is_grad_enabled())
         try:
             if self._mode is None:
                 output = model(*args, **kwargs)
@@ -140,25 +141,48 @@ class _StaticTap(taps.Tap):
     def pass_on(self, value: Any) -> Any:
         state = getattr(self.call, "state", None)
         if state is None:  # a call of the model alone: nobody would ever take the values away again
-            return value
-        values, edited, running = state
+            return self._edited(value) if self._is_repeated() else value
+        values, edited, running, learning = state
         running.append(None)  # what is done here is nobody's operation
-        for change in self.changes:
-            new = change(value, self.site)
-            if new is not None:
-                edits.check(value, new, self.site)
-                value = new
         if self.changes:
+            if not torch.compiler.is_compiling():
+                self._expect_repetition(learning)
+            value = self._edited(value)
             edited.append(self.key)
         if self.needed is not None:
-            kept = value if self.transform is None else self.transform(value)
             # The compiler drops a clone where nothing overwrites the value.
-            values[self.key].append(_cloned(kept))
+            values[self.key].append(_cloned(value if self.transform is None else self.transform(value)))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
                 raise Stop(self.scope_to_end)  # type: ignore[arg-type]
         running.pop()
         return value
+
+    def _edited(self, value: Any) -> Any:
+        for change in self.changes:
+            new = change(value, self.site)
+            if new is not None:
+                edits.check(value, new, self.site)
+                value = new
+        return value
+
+    # Activation checkpointing runs a part of a call again in the backward pass, and has to get the same values.
+
+    def _expect_repetition(self, learning: bool) -> None:
+        self.segments.note(0)
+        if learning and self.op is not None and self.segments.noted:
+            raise SessionError(
+                f"{self.site.shown!r} is edited in a checkpointed part of the model, which runs again in the backward "
+                "pass, when operations are not heard. Edit the output of a layer, or use th.edit(…) around both passes."
+            )
+
+    def _is_repeated(self) -> bool:
+        if not self.changes or torch.compiler.is_compiling() or _torch.graph_task() == -1:
+            return False
+        if self.segments.is_known():
+            self.segments.call_again(1)  # which notes the segments inside
+            return True
+        return False
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         raise NotImplementedError("operations are heard by a mode, and have no hook")

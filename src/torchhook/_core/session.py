@@ -162,6 +162,11 @@ class Session:
         """The sites that are edited, looked at or recorded."""
         return list(self._taps.targets)
 
+    @property
+    def edited_in_segments(self) -> list[Site]:
+        """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
+        return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
+
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
         self._given_as = what
