@@ -152,7 +152,7 @@ class Featured(Facade):
         if changes and torch.is_grad_enabled() and (sites_again := session.edited_in_segments):
             raise SessionError(
                 f"{sites_again[0].shown!r} is edited in a checkpointed part of the model, which runs again in the "
-                "backward pass, when the hooks of this call are gone. Use attach=True, or th.edit(…) around both passes."
+                "backward pass, when the hooks of this call are gone. Use attach=True, or th.edit around both passes."
             )
         for path, target in [*wanted, *((target.site.shown, target) for target, _ in changes)]:
             if target.site in recording.missing:

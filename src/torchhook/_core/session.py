@@ -192,7 +192,7 @@ class Session:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
         self._given_as = ""  # one that is refused was not forgotten
         hooks.refuse_compiled_code()
-        hooks.eager_stance.say_once(self.index.is_compiled)
+        hooks.eager_stance.say_once(self.index.given)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.

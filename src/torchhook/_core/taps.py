@@ -193,25 +193,6 @@ class InputTap(Tap):
         return before_call(module, self, with_kwargs=True)
 
 
-class StaticTap(Tap):
-    """A forward hook that the compiler can follow: it only puts clones into a list.
-
-    The compiler drops a clone where nothing overwrites the value.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, label: str, values: list[Any]) -> None:
-        super().__init__(label)
-        self.values = values
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.values.append(output.clone() if isinstance(output, Tensor) else tree.map_tensors(torch.clone, output))
-
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return after_call(module, self)
-
-
 class EnterTap(Tap):
     """Says when a module begins to run."""
 
