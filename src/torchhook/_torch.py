@@ -272,6 +272,19 @@ def times_running(module: nn.Module) -> int:
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
 
 
+def in_fsdp() -> bool:
+    """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    for frame in _frames(1):
+        name = frame.f_globals.get("__name__", "")
+        if name == _MODULES:
+            return False
+        if name.startswith("torch.distributed.fsdp."):
+            return True
+    return False
+
+
 def in_bare_segment() -> bool:
     """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
     for frame in _frames(1):

@@ -121,12 +121,13 @@ def test_what_can_be_measured_has_elements_in_one_piece_of_memory(nested: Tensor
 
 
 def test_what_lies_elsewhere_is_not_readable() -> None:
-    class Part(Tensor):
-        placements = ()
-
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
     assert readable(torch.eye(3).to_sparse())
     assert not readable(torch.empty(3, device="meta"))
-    assert not readable(torch.ones(3).as_subclass(Part))
+    assert not readable(freed)
+    assert not measurable(freed)
+    assert floats(freed) is None
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -38,9 +38,19 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     return cast(RemovableHandle, tensor.register_hook(function))
 
 
+def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``function`` with a parameter when a gradient has been added to its ``.grad``: FSDP2 calls it too."""
+    return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(function))
+
+
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
     return node.register_hook(function)
+
+
+def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
+    """Call ``function(grad_outputs)`` before a node of the autograd graph runs, after the hooks of its tensors."""
+    return node.register_prehook(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -58,6 +68,11 @@ class TensorHandles:
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
         self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
+        self._prune()
+
+    def on_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._handles.append(on_accumulated(parameter, function))
         self._prune()
 
     def on_node(self, node: Node, function: Callable[[Any, Any], None]) -> None:
@@ -136,6 +151,10 @@ class Attachment:
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
         self._undo.append(on_gradient(parameter, function).remove)
+
+    def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._undo.append(on_accumulated(parameter, function).remove)
 
     def defer(self, undo: Callable[[], None]) -> None:
         """Call ``undo``, which may be called twice, when the hooks go."""

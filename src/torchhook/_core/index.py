@@ -19,6 +19,7 @@ class Index:
             raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
         self.given = model
         self.modules = dict(walk(model))
+        self._model = model
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[nn.Module, str]]:
@@ -37,6 +38,11 @@ class Index:
     def distinct(self) -> dict[int, nn.Module]:
         """Every module once, by id."""
         return {id(module): module for module in self.modules.values()}
+
+    @functools.cached_property
+    def wrappers(self) -> list[nn.Module]:
+        """What DDP, FSDP and their like put around modules."""
+        return [module for module in self._model.modules() if id(module) not in self.distinct]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:

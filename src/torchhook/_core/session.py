@@ -19,8 +19,12 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.lost_gradients import Units
+from torchhook._core.parameters import ParameterGradients
+from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
@@ -50,6 +54,10 @@ class Session:
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self.gathers: Together | None = None
+        """With the other ranks, where the gradients of parameters are wanted whole."""
+        self.reduced = False
+        """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
@@ -82,6 +90,7 @@ class Session:
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         targets = list(targets)
+        units = Units(self.index) if keep.mode in ("live", "reference") else None
         whole = {target.site for target in targets if target.site.call is None}
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
@@ -89,6 +98,8 @@ class Session:
             for name in self._other_names(target):
                 self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
+            if units:
+                recorder = _checked(units.checked(target.site), recorder)
             if before_edits:
                 tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
@@ -205,6 +216,9 @@ class Session:
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
+            if self.gathers is not None:
+                attachment.defer(self.gathers.close)
+                self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
                 enter, leave = taps.listener.boundaries()
@@ -213,9 +227,10 @@ class Session:
                     attachment.attach(leave, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
-            for target, grad_tap in taps.parameters:
-                parameter = self._followed[target.site] = live_tensor(target)
-                attachment.follow(parameter, grad_tap.arrived_at_parameter)
+            if taps.parameters:
+                gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
+                for target, grad_tap in taps.parameters:
+                    self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()
             if self._own_threads_only:
                 self.scope.enter()
@@ -324,6 +339,10 @@ class Session:
 
 # What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
 # and with it the hooks, alive for as long as the model.
+
+
+def _checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
+    return look if check is None else lambda value, call: look(check(value), call)
 
 
 def _looked_at_first(tap: Tap, look: Look) -> Edit:
