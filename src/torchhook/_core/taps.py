@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchhook._core.hooks import after_call, before_call
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._torch import graph_task
-from torchhook._values import tree
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
