@@ -186,6 +186,10 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
+class RecomputeWarning(UserWarning):
+    """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
+
+
 class CompiledWarning(UserWarning):
     """A compiled model runs eagerly inside a session; said once in a process."""
 
