@@ -25,6 +25,7 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+RecomputeWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
