@@ -25,7 +25,7 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
-RecomputeWarning          (UserWarning)                 a compiled model runs eagerly inside a session
+RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
@@ -62,6 +62,7 @@ __all__ = [
     "NeverRanWarning",
     "NoAttentionError",
     "PaddingWarning",
+    "RecomputeWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
