@@ -1,13 +1,14 @@
 """Every private name of torch that is used, once, each with what is done where it has vanished.
 
-Nothing here may fail at import: a name that is gone gives a slower way to the same answer, or one clear error at the
-moment it is needed. ``tests/test_torch.py`` takes each of them away in turn.
+A name that is gone fails nothing at import: it gives a slower way to the same answer, or one clear error at the moment
+it is needed. ``tests/test_torch.py`` takes each of them away in turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,36 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from torchhook.errors import TorchVersionError
+from torchhook.errors import TorchVersionError, TorchVersionWarning, warn
+
+OLDEST = 2, 6
+"""The first version of torch that has all that is needed."""
+NEWEST_TESTED = 2, 15
+"""The newest version of torch that the tests were run with; ``docs/compatibility.md`` names all."""
+
+
+def _check_version(found: str) -> None:
+    """Refuse a torch that is too old; say of one that nobody has tried that nobody has."""
+    parts = re.match(r"(\d+)\.(\d+)", found)
+    release = (int(parts[1]), int(parts[2])) if parts else NEWEST_TESTED  # a build of one's own may be called anything
+    if release < OLDEST:
+        raise TorchVersionError(
+            f"TorchHook needs torch {_dotted(OLDEST)} or newer, and this is torch {found}: pip install "
+            f'"torch>={_dotted(OLDEST)}"'
+        )
+    if release > NEWEST_TESTED:
+        warn(
+            f"torch {found} is newer than any that this TorchHook was tested with (up to {_dotted(NEWEST_TESTED)}). Look "
+            "for a newer TorchHook; if there is none, check values and gradients that matter against bare hooks.",
+            TorchVersionWarning,
+        )
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return ".".join(map(str, release))
+
+
+_check_version(torch.__version__)
 
 
 def _find(path: str, default: Any, root: Any = torch) -> Any:

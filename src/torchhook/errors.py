@@ -18,13 +18,14 @@ TorchHookError
 │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
 │   ├── IncompleteStoreError (LookupError)             shards are missing
 │   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
-├── TorchVersionError    (RuntimeError)                this torch lacks something that is needed here
+├── TorchVersionError    (RuntimeError)                this torch is too old, or lacks something that is needed here
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib import metadata
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "TargetError",
     "TorchHookError",
     "TorchVersionError",
+    "TorchVersionWarning",
     "TrainingWarning",
     "TransformError",
 ]
@@ -157,7 +159,7 @@ class BrokenShardError(ExtractError, ValueError):
 
 
 class TorchVersionError(TorchHookError, RuntimeError):
-    """This version of torch lacks something that TorchHook cannot do without here."""
+    """This version of torch is too old, or lacks something that TorchHook cannot do without here."""
 
 
 class MissingExtraError(TorchHookError, ImportError):
@@ -180,15 +182,25 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
+class TorchVersionWarning(UserWarning):
+    """This version of torch is newer than any that TorchHook was tested with."""
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
-        level, frame = level + 1, frame.f_back
+        frame = frame.f_back
+        level += not _imports(frame)
     warnings.warn(message, category, stacklevel=level)
 
 
-_NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "weakref"})
+_NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether a frame is one of Python's own that run an import: they are no level to ``warnings``."""
+    return frame.f_code.co_filename.startswith("<frozen importlib._bootstrap")
 
 
 def never_opened(what: str) -> None:
