@@ -65,6 +65,7 @@ def test_without_any_private_name_torchhook_imports_and_captures() -> None:
     assert without("captured", *NAMES) == RIGHT
 
 
+@pytest.mark.shows("Checkpointing: a torch that does not show which call is recomputed", error="SessionError")
 @pytest.mark.slow
 def test_checkpoints_that_cannot_be_seen_into_are_refused() -> None:
     assert "does not let TorchHook see which call it is" in without("not_understood")
@@ -101,6 +102,7 @@ for w in caught:
     return done.stdout.splitlines()
 
 
+@pytest.mark.shows("Versions: a warning of a torch that nobody has tried")
 @pytest.mark.slow
 def test_a_torch_that_nobody_has_tried_is_warned_about_once_at_the_users_import() -> None:
     (said,) = imported_beside("2.16.0a0+git1234")
@@ -108,11 +110,11 @@ def test_a_torch_that_nobody_has_tried_is_warned_about_once_at_the_users_import(
     assert said.startswith("TorchVersionWarning <string> 7 torch 2.16.0a0+git1234 is newer than any"), said
 
 
+@pytest.mark.shows("Versions: torch before 2.6", error="TorchVersionError")
 @pytest.mark.slow
 def test_a_torch_that_is_too_old_is_refused_at_the_import() -> None:
     assert imported_beside("2.5.1+cpu") == [
-        "TorchVersionError TorchHook needs torch 2.6 or newer, and this is torch 2.5.1+cpu: "
-        'pip install "torch>=2.6"'
+        'TorchVersionError TorchHook needs torch 2.6 or newer, and this is torch 2.5.1+cpu: pip install "torch>=2.6"'
     ]
 
 

@@ -165,6 +165,7 @@ def test_gradients_come_back_the_same_objects_with_the_same_numbers() -> None:
     assert model.bias.grad is None
 
 
+@pytest.mark.shows("Lazy modules: calls that leave the model undisturbed")
 def test_a_lazy_module_stays_what_it_has_become() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with undisturbed(model):
@@ -174,6 +175,7 @@ def test_a_lazy_module_stays_what_it_has_become() -> None:
     assert model(torch.ones(4, 2)).shape == (4, 3)
 
 
+@pytest.mark.shows("TorchScript: buffers are left as they were")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_buffers_of_a_scripted_model_come_back() -> None:
     model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))

@@ -55,6 +55,7 @@ def do(out, data, engine="local", **options):
     return extract(jobs.Net(), data, ["first", "second"], out, **options)
 
 
+@pytest.mark.shows("Data: Ray actors")
 def test_two_actors_survive_kills_and_write_every_row_once(cluster, tmp_path):
     do(tmp_path / "whole", jobs.data(ROWS))
     pids = tmp_path / "pids"
