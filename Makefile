@@ -33,8 +33,9 @@ format: $(READY)
 bench: $(READY) ## speed, as ratios measured side by side
 	for name in capture watch sweep extract; do $(SAFELY) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-hunt: $(READY) ## an interrupt at every line that any tool executes; takes an hour
+hunt: $(READY) ## an interrupt at every line that any tool executes, and ten thousand new programs; takes hours
 	$(BIN)/python -m tests.interrupts
+	$(SAFELY) $(BIN)/python -m tests.programs
 
 docs: $(READY) ## every example in the documentation runs
 	$(BIN)/python -m pytest tests/test_docs.py

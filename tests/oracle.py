@@ -114,8 +114,9 @@ def _tensor_differences(expected: Copy, found: Copy, where: str, graph: bool) ->
 def _same_bits(one: Tensor, two: Tensor) -> bool:
     if not one.numel():
         return True
-    one, two = (t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (one, two))
-    return torch.equal(one, two)
+    # A tensor of one element is contiguous whatever its strides say, and cannot be seen as bytes with some of them.
+    plain = [t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for t in (one, two)]
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in plain))
 
 
 def _short(frozen: Any) -> str:

@@ -60,7 +60,9 @@ def test_a_gradient_is_what_a_bump_by_an_edit_does(name: str) -> None:
     with th.capture(case.model, "**", port="grad") as rec:
         score(case).backward()
     plain = float(score(case).detach())
-    once = [record for record in rec.records() if len(rec.all(record.site)) == 1]
+    # Hooks of the model's own run first, and some keep what they see: that is no part of what an edit changes.
+    kept = {name for name, module in case.model.named_modules() if module._forward_hooks}
+    once = [r for r in rec.records() if len(rec.all(r.site)) == 1 and r.site.path not in kept]
     compared = 0
     for record in random.Random(name).sample(once, min(SITES, len(once))):
         for address, gradient in gradients(record.value):

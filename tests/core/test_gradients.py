@@ -1193,3 +1193,90 @@ def test_the_gradients_of_any_small_network_follow_the_chain_rule(
     for k in range(len(layers)):
         torch.testing.assert_close(rec[f"{k}:grad"], grads[k + 1], rtol=0, atol=1e-12)
         torch.testing.assert_close(rec[f"{k}:grad_input"], grads[k], rtol=0, atol=1e-12)
+
+
+class InPlaceAndOld(nn.Module):
+    """Returns one tensor under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(0.1, inplace=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2
+        return self.act(h), h
+
+
+class SharedTuple(nn.Module):
+    """Returns one tuple twice."""
+
+    def forward(self, x: Tensor) -> Any:
+        pair = (x * 2,)
+        return pair, pair
+
+
+class WritesWithoutGradients(nn.Module):
+    """A checkpoint whose recomputation writes to its input once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.part = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def quietly(h: Tensor) -> Tensor:
+            with torch.no_grad():
+                h.sin_()
+            return h
+
+        return self.part(checkpoint(quietly, self.lin(x), use_reentrant=True))
+
+
+@pytest.mark.parametrize("more", ["", "act:grad", "act:grad_input", "act:grad act:grad_input", ":grad_total"])
+def test_one_tensor_under_two_names_has_a_gradient_for_each(more: str) -> None:
+    net, x = InPlaceAndOld(), torch.randn(3, requires_grad=True)
+    with th.capture(net, ":grad", *more.split()) as rec:
+        new, old = net(x)
+        (new.sum() + 10 * old.sum()).backward()
+    assert [grad.tolist() for grad in rec[":grad"]] == [[1.0] * 3, [10.0] * 3]
+
+
+def test_a_tuple_that_is_returned_twice_has_a_gradient_for_each_place() -> None:
+    net, x = SharedTuple(), torch.randn(3, requires_grad=True)
+    with th.capture(net, ":grad") as rec:
+        (one,), (two,) = net(x)
+        (one.sum() + 10 * two.sum()).backward()
+    assert [grad.tolist() for (grad,) in rec[":grad"]] == [[1.0] * 3, [10.0] * 3]
+
+
+def test_a_recomputation_that_writes_again_is_not_a_second_gradient() -> None:
+    net = WritesWithoutGradients()
+    with th.capture(net, ":grad", "part:grad", "lin:grad") as rec:
+        net(torch.randn(2, 3)).sum().backward()
+    assert [len(rec.all(site)) for site in rec] == [1, 1, 1]
+
+
+def test_a_view_from_a_block_without_gradients_does_not_upset_a_checkpoint() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def segment(h: Tensor) -> Tensor:
+                with torch.no_grad():
+                    turned = h.t()
+                return self.second(turned).sigmoid()
+
+            out: Tensor = checkpoint(segment, self.first(x), use_reentrant=False)
+            return out
+
+    net, x = Net(), torch.randn(3, 3)
+    net(x).sum().backward()
+    bare = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    with pytest.warns(NeverRanWarning), th.capture(net, "second:grad_input") as rec:
+        net(x).sum().backward()
+    assert not list(rec)
+    for parameter, grad in zip(net.parameters(), bare, strict=True):
+        assert (parameter.grad is None and grad is None) or torch.equal(parameter.grad, grad)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
 from torchhook import edits
@@ -18,6 +19,7 @@ from torchhook._core.gradients import Aliases, GradTap, OutputGradient
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
+from torchhook.errors import NeverRanWarning
 
 
 def wired(scope: Scope, handles: TensorHandles | None = None) -> tuple[GradTap, Tap, list[Any]]:
@@ -305,6 +307,29 @@ def test_what_others_have_read_before_is_no_part_of_a_gradient_through_a_module(
     torch.testing.assert_close(rec["lin:grad"], relu + 6 * ramp)
 
 
+# -- found by random programs (tests/programs) ------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A layer, two modules that hand on what they are given, and one that works in place."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Any], width: int = 4) -> None:
+        super().__init__()
+        self.lin, self.same, self.other = nn.Linear(width, width), nn.Identity(), nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def gradients(model: nn.Module, x: Tensor, *sites: str) -> list[Tensor]:
+    """What one session captures at some sites, for the sum of what the model returns."""
+    with th.capture(model, *sites) as rec:
+        model(x).sum().backward()
+    return [rec[site] for site in sites]
+
+
 def test_a_view_that_was_written_to_through_another_can_be_listened_to() -> None:
     class Halves(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -320,3 +345,199 @@ def test_a_view_that_was_written_to_through_another_can_be_listened_to() -> None
     assert torch.equal(rec["1:grad"], torch.full((2, 2), 5.0))
     assert torch.equal(rec["2:grad_input"], torch.full((2, 2), 5.0))
     assert model[0].bias.grad.tolist() == [60.0, 60.0, 0.0, 0.0]
+
+
+def test_so_can_one_that_is_listened_to_already() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.lin(x)
+        h[..., 1:] *= 0.5
+        h.view_as(h).mul_(2)
+        return h
+
+    x = torch.randn(2, 3, 4)
+    found = gradients(Net(forward), x, "lin:grad", "lin:grad_total", ":grad_total")
+    assert torch.equal(found[2], torch.ones_like(x))
+    assert torch.equal(found[0], torch.tensor([2.0, 1.0, 1.0, 1.0]).expand_as(x))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_a_gradient_flows_through_later_sites_first(shape: tuple[int, ...]) -> None:
+    """Each of these sites listens to the same step of the graph, which the write in place has left behind."""
+    model, x = Net(lambda net, x: net.relu(net.same(net.lin(x)))), torch.randn(shape)
+    sites = ["lin:grad", "same:grad_input", "same:grad", "relu:grad_input", "relu:grad", ":grad"]
+    model(x).sum().backward()
+    plain = model.lin.bias.grad.clone()
+    for k in range(len(sites)):
+        model.zero_grad()
+        factors = {site: edits.scale(2.0 + i) for i, site in enumerate(sites) if i >= k}
+        with th.capture(model, *sites, edit=factors) as rec:
+            model(x).sum().backward()
+        product = 1.0
+        for i, site in reversed(list(enumerate(sites))):
+            product *= 2.0 + i if i >= k else 1.0
+            assert rec[site].max() == product, site
+        torch.testing.assert_close(model.lin.bias.grad, plain * product)
+
+
+@pytest.mark.parametrize("site", ["lin:grad", "same:grad", "same:grad_input", "relu:grad", "relu:grad_input"])
+def test_a_session_inside_sees_the_gradient_that_the_one_outside_has_edited(site: str) -> None:
+    model, x = Net(lambda net, x: net.relu(net.same(net.lin(x))) * 5), torch.randn(2, 3, 4)
+    with th.edit(model, {site: edits.scale(0.5)}), th.capture(model, site) as inside:
+        model(x).sum().backward()
+    with th.capture(model, site) as outside, th.edit(model, {site: edits.scale(0.5)}):
+        model(x).sum().backward()
+    assert (inside[site].max(), outside[site].max()) == (2.5, 5.0)
+
+
+def test_so_it_does_where_several_values_leave_together() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = x.sin()
+            return h[...], h
+
+    model, x = nn.Sequential(Two()), torch.randn(2, 3, requires_grad=True)
+    with th.edit(model, {"0:grad": edits.scale(0.5)}), th.capture(model, "0:grad") as rec:
+        a, b = model(x)
+        (a + 2 * b).sum().backward()
+    assert torch.equal(rec["0:grad"][0], torch.full((2, 3), 0.5))
+    assert torch.equal(rec["0:grad"][1], torch.full((2, 3), 1.0))
+
+
+@pytest.mark.parametrize("asked", [["same:grad_total"], ["same:grad_total", "same:grad", "same:grad_input"]])
+def test_a_total_does_not_depend_on_what_else_is_asked_for(asked: list[str]) -> None:
+    model, x = Net(lambda net, x: x * 3 + net.same(x)), torch.randn(2, 4, requires_grad=True)
+    assert torch.equal(gradients(model, x, *asked)[0], torch.full_like(x, 4))
+
+
+@pytest.mark.parametrize("port", ["grad", "grad_total"])
+@pytest.mark.parametrize("others", [[], ["relu:grad_input"]])
+def test_what_was_written_in_place_counts_under_its_old_name_whatever_else_is_asked_for(
+    port: str, others: list[str]
+) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.lin(x)
+        return net.relu(h) * 2 + h * 3
+
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(gradients(Net(forward), x, f"relu:{port}", *others)[0], torch.full_like(x, 5))
+
+
+def test_what_a_module_reads_of_what_it_wrote_is_no_part_of_the_gradient_from_there_on() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x.mul_(2)
+            return x, x * 10
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.writes = nn.Linear(4, 4), Writes()
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.writes(self.lin(x))
+            return a + b
+
+    x = torch.randn(2, 3, 4)
+    found: Any = gradients(Whole(), x, "writes:grad")[0]
+    assert all(torch.equal(grad, torch.ones_like(x)) for grad in found)
+
+
+def test_a_module_that_is_given_its_input_by_name_and_returns_it_has_a_gradient_of_its_own() -> None:
+    model, x = Net(lambda net, x: net.same(input=x) * 3 + x), torch.randn(2, 4, requires_grad=True)
+    assert torch.equal(gradients(model, x, "same:grad")[0], torch.full_like(x, 3))
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("how", ["no_grad", "detach"])
+def test_a_write_that_autograd_does_not_see_loses_no_gradient(leaf: bool, how: str) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.other(net.same(x if leaf else net.lin(x)))
+        before = h * 2
+        if how == "detach":
+            h.detach().clamp_(-0.5, 0.5)
+        else:
+            with torch.no_grad():
+                h.clamp_(-0.5, 0.5)
+        return h * 3 + before * 0.5
+
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    sites = ["same:grad", "same:grad_input", "other:grad", "other:grad_input"]
+    for found in gradients(Net(forward), x.detach().requires_grad_(), *sites):
+        torch.testing.assert_close(found, torch.full_like(x, 4))
+
+
+@pytest.mark.parametrize("site", ["same:grad_input", "same:grad", "act:grad_input"])
+def test_gradients_arrive_from_the_recomputation_of_what_first_ran_without_them(site: str) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.same, self.act = nn.Linear(4, 4), nn.Identity(), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda h: self.act(self.same(h)) * 2, self.lin(x), use_reentrant=True)
+
+    model, x = Checkpointed(), torch.randn(2, 4)
+    expected = 2 * (1 - model.lin(x).tanh().square())
+    torch.testing.assert_close(gradients(model, x, site)[0], expected.detach())
+
+
+def test_a_part_that_is_called_without_the_model_follows_what_is_written() -> None:
+    model = nn.ModuleDict({"part": Net(lambda net, x: net.same(net.lin(x)).mul_(3) * 2)})
+    x = torch.randn(2, 3, 4)
+    with th.capture(model, "part.same:grad", "part:grad") as rec:
+        model["part"](x).sum().backward()
+    assert torch.equal(rec["part.same:grad"], torch.full_like(x, 6))
+
+
+class Half(torch.autograd.Function):
+    """Has no gradient for its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def test_where_no_gradient_comes_nothing_is_edited_or_kept() -> None:
+    """Torch calls hooks with ``None`` there (pytorch#11751)."""
+    model, x = Net(lambda net, x: Half.apply(x, net.lin(x) + net.other.weight)), torch.randn(2, 4, requires_grad=True)
+    model.other.weight = nn.Parameter(torch.zeros(4))
+    factors = {"lin:grad": edits.scale(2.0), "other.weight:grad": edits.scale(2.0)}
+    with pytest.warns(NeverRanWarning, match="2 selected sites"):
+        with th.capture(model, *factors, edit=factors) as rec:
+            model(x).sum().backward()
+    assert "lin:grad" not in rec
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_a_view_that_autograd_has_given_up_is_left_alone() -> None:
+    """Even to ask for its step raises then, and nobody else had asked."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.lin(x)
+        kept = checkpoint(lambda t: t, h, use_reentrant=True)
+        h.mul_(2)
+        net.same(kept)
+        return h
+
+    x = torch.randn(3, 4)
+    found = gradients(Net(forward), x, "lin:grad")
+    assert torch.equal(found[0], torch.full_like(x, 2))
+    model = Net(forward)
+    with pytest.warns(NeverRanWarning, match="3 selected sites"):
+        with th.capture(model, "same:grad", "same:grad_input", "same:grad_total"):
+            model(x).sum().backward()
+
+
+def test_an_alias_has_the_strides_of_the_tensor() -> None:
+    odd = torch.randn(1, 2, 4, requires_grad=True).flip(-1).as_strided((1, 2, 4), (3, 4, 1))
+    net = nn.Identity()
+    with th.capture(net, ":grad"):
+        out = net(odd)
+        out.sum().backward()
+    assert out is not odd
+    assert out.stride() == (3, 4, 1)
+    assert out.grad_fn is not None

@@ -25,14 +25,18 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import Alias, TensorHook, counts_versions, is_unused, listen, root
+from torchhook._core.listening import Alias, Listener, is_unused, listen, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
+from torchhook._core.writes import TensorHook, counts_versions, root
 from torchhook._torch import graph_task, version
 from torchhook._values import tree
 
 _DEEP = 1000
 
+
+Leaf = tuple[str, Tensor]
+"""A tensor of a value, and its address there."""
 
 Take = Callable[[Tensor, TensorHook], Tensor]
 """Has a hook told of a tensor's gradient, and returns the tensor to go on with."""
@@ -44,9 +48,23 @@ class Aliases:
 
     def __init__(self) -> None:
         self._open: list[Alias] = []
+        self._followed_in = -1
 
     def add(self, alias: Alias) -> None:
         self._open.append(alias)
+
+    def followed_first(self, hook: TensorHook) -> TensorHook:
+        """What comes late in the forward pass comes early in the backward pass: in time to find what was written to
+        where the model itself was not called, but a part of it."""
+
+        def follow(grad: Tensor) -> Tensor | None:
+            if self._open and self._followed_in != graph_task():
+                self._followed_in = graph_task()
+                for alias in self._open:
+                    alias.follow_write()
+            return hook(grad)
+
+        return follow
 
     def settle(self) -> None:
         open_, self._open = self._open, []
@@ -83,7 +101,10 @@ class GradTap(Tap):
         """Whether a value passed that needed no gradient."""
         return bool(self._without_grad)
 
-    def arrived_at_parameter(self, grad: Tensor) -> Tensor | None:
+    def listener(self, hook: TensorHook, port: str) -> Listener:
+        return Listener(hook, f"{self.label}:{port}", self._session)
+
+    def arrived_at_parameter(self, grad: Tensor | None) -> Tensor | None:
         """Take the gradient of a parameter: each is a call of its own."""
         return self._arrived(grad, next(self.calls))
 
@@ -97,43 +118,39 @@ class GradTap(Tap):
         gradients, and its recomputation is what counts, tensor by tensor.
         """
         lacking = self._without_grad.pop(call, set()) if again else None
+        blind = not torch.is_grad_enabled()  # what passes may be on a graph, and what counts still be the recomputation
         if isinstance(value, Tensor):
-            if not _differentiable(value):
+            if blind or not _differentiable(value):
                 self._without_grad[call] = {""}
-            elif lacking is None or lacking:
+            if _differentiable(value) and (lacking is None or lacking):
                 return take(value, lambda grad: self._arrived(grad, call))
             return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
         found = [(a, t) for a, t in leaves if _differentiable(t) and (lacking is None or a in lacking)]
-        without = {address for address, leaf in leaves if not _differentiable(leaf)}
+        without = {address for address, leaf in leaves if blind or not _differentiable(leaf)}
         if without or not leaves:
             self._without_grad[call] = without
         return self._wait_for_several(value, call, found, take, apart)
 
-    def _wait_for_several(
-        self, value: Any, call: int, found: list[tuple[str, Tensor]], take: Take, apart: Take | None
-    ) -> Any:
+    def _wait_for_several(self, value: Any, call: int, found: list[Leaf], take: Take, apart: Take | None) -> Any:
         if not found:
             return value
-        # Stands for the value where gradients have not arrived: zeros that take no memory.
-        empty = tree.map_tensors(_placeholder, value)
-        alike: dict[int, tuple[Tensor, list[str]]] = {}
-        for address, leaf in found:
-            alike.setdefault(id(leaf), (leaf, []))[1].append(address)
-        for leaf, addresses in alike.values():
-            one_by_one = apart is not None and len(addresses) > 1 and _can_alias(leaf)
-            for group in [[address] for address in addresses] if one_by_one else [addresses]:
+        empty = _placeholders(value, found)
+        for alike in _alike(found):
+            one_by_one = apart is not None and len(alike) > 1 and all(_can_alias(leaf) for _, leaf in alike)
+            for group in [[part] for part in alike] if one_by_one else _grouped(alike):
                 way = apart if apart is not None and one_by_one else take
-                new = way(leaf, self._leaf_hook(empty, group, call))
+                addresses, leaf = [address for address, _ in group], group[0][1]
+                new = way(leaf, self._leaf_hook(empty, addresses, call))
                 if new is not leaf:
-                    for address in group:
+                    for address in addresses:
                         value = _replaced(value, address, new)
         return value
 
     # -- arrivals -----------------------------------------------------------------------------------
 
-    def _arrived(self, grad: Tensor, call: int) -> Tensor | None:
-        if self._session.closed:
+    def _arrived(self, grad: Tensor | None, call: int) -> Tensor | None:
+        if self._session.closed or grad is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
         value: Any = grad
         for edit in self.edits:
@@ -190,37 +207,65 @@ class OutputGradient:
 
     def __init__(self, tap: GradTap, handles: TensorHandles, aliases: Aliases) -> None:
         self._tap, self._handles, self._aliases = tap, handles, aliases
-        self._entered: dict[int, int] = {}
+        self._entered = Entered(())
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
-        input_tap.looks.append(self._entering)
+        input_tap.aliases = [*input_tap.aliases, self._entering]
         output_tap.aliases = [*output_tap.aliases, self._leaving]
 
-    def _entering(self, inputs: Any, call: int) -> None:
-        """The versions of the inputs tell afterwards what the module wrote to."""
-        self._entered = {id(t): version(t) for t in tree.tensors(inputs) if counts_versions(t)}
+    def _entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
+        self._entered = Entered(tree.tensors(inputs))
+        return inputs
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
-        given = list(tree.tensors(source))
-        lent = {key for key in map(_torch.storage_key, given) if key is not None}
-        entered, self._entered = self._entered, {}
+        entered, self._entered = self._entered, Entered(())
+        entered.add(tree.tensors(source))
 
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
-            wrote = id(leaf) in entered and version(leaf) != entered[id(leaf)]
+            listener = self._listener(hook)
             # What a module wrote in place may be read under the old name: only the tensor itself sees all of it.
-            is_new = wrote or (_torch.storage_key(leaf) not in lent and not any(leaf is t for t in given))
-            if not _can_alias(leaf) or (is_new and not leaf.is_leaf and (wrote or is_unused(leaf))):
-                listen(leaf, hook, self._handles)
+            is_new = not entered.is_among(leaf) or entered.was_written(leaf)
+            if not _can_alias(leaf) or (is_new and not leaf.is_leaf and is_unused(leaf, listener)):
+                listen(leaf, listener, self._handles)
                 return leaf
             return self._alias(leaf, hook)
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
+    def _listener(self, hook: TensorHook) -> Listener:
+        return self._tap.listener(self._aliases.followed_first(hook), "grad")
+
     def _alias(self, leaf: Tensor, hook: TensorHook) -> Tensor:
-        alias = Alias(leaf, hook, self._handles)
+        alias = Alias(leaf, self._listener(hook), self._handles)
         self._aliases.add(alias)
         assert alias.tensor is not None
         return alias.tensor
+
+
+class Entered:
+    """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions: dict[int, int | None] = {}
+        self._memory: set[int] = set()
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            known = version(tensor) if counts_versions(tensor) else None
+            self._versions.setdefault(id(original(tensor)), known)
+            key = _torch.storage_key(tensor)
+            if key is not None:
+                self._memory.add(key)
+
+    def is_among(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of them, or lies in their memory."""
+        return id(original(tensor)) in self._versions or _torch.storage_key(tensor) in self._memory
+
+    def was_written(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, and was written to since."""
+        before = self._versions.get(id(original(tensor)))
+        return before is not None and counts_versions(tensor) and version(tensor) != before
 
 
 class TotalGradient:
@@ -234,7 +279,7 @@ class TotalGradient:
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
-            listen(leaf, hook, self._handles)
+            listen(leaf, self._tap.listener(hook, "grad_total"), self._handles, total=True)
             return leaf
 
         return self._tap.wait_for(value, call, again, take)
@@ -257,10 +302,11 @@ class InputGradient:
         self._running.append(made)
 
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
+            listener = self._tap.listener(self._aliases.followed_first(hook), "grad_input")
             if not _can_alias(leaf):
-                listen(leaf, hook, self._handles)
+                listen(leaf, listener, self._handles)
                 return leaf
-            alias = Alias(leaf, hook, self._handles)
+            alias = Alias(leaf, listener, self._handles)
             made.append(alias)
             assert alias.tensor is not None
             return alias.tensor
@@ -271,7 +317,7 @@ class InputGradient:
         """A write after this counts only if the module passes its input on: to whoever writes then."""
         passed = _roots(tree.tensors(output))
         for alias in self._running.pop() if self._running else ():
-            if alias.tensor is not None and id(root(alias.tensor)) in passed and not alias.was_written():
+            if alias.tensor is not None and id(root(alias.tensor)) in passed and not alias.follow_write():
                 self._aliases.add(alias)
             else:
                 alias.settle()
@@ -286,7 +332,37 @@ def _can_alias(leaf: Tensor) -> bool:
 
 
 def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad and (torch.is_grad_enabled() or not leaf.is_leaf)
+    """Whether a gradient can arrive at a tensor."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return False
+    try:
+        if leaf.grad_fn is not None:
+            return True
+    except RuntimeError:  # a view that was written to in a way that autograd does not follow: it has given it up
+        return False
+    # A view that was made without gradients of what has one only says that it needs one.
+    return torch.is_grad_enabled() and (root(leaf) is leaf or not root(leaf).requires_grad)
+
+
+def _grouped(found: list[Leaf], name: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[tuple[str, Tensor]]]:
+    groups: dict[int, list[tuple[str, Tensor]]] = {}
+    for address, leaf in found:
+        groups.setdefault(id(name(leaf)), []).append((address, leaf))
+    return list(groups.values())
+
+
+def _alike(found: list[Leaf]) -> list[list[Leaf]]:
+    """Tensors that would be one and the same if no aliases were handed on."""
+    return _grouped(found, original)
+
+
+def _placeholders(value: Any, found: list[Leaf]) -> Any:
+    """What stands for a value where gradients have not arrived: zeros that take no memory, each for one address."""
+    empty = tree.map_tensors(_placeholder, value)
+    if len({id(tree.get(empty, address)) for address, _ in found}) < len(found):  # a container is there twice
+        for address, leaf in found:
+            empty = _replaced(empty, address, _placeholder(leaf))
+    return empty
 
 
 def _replaced(value: Any, address: str, new: Tensor) -> Any:

@@ -22,29 +22,37 @@ came in between by a tensor without memory that shares the version counter.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles
+from torchhook._core.scope import Scope
+from torchhook._core.writes import LONG, Part, Sum, TensorHook, Written, counts_versions, first_write, root, step_of
 from torchhook._torch import sequence_number, version
 
-TensorHook = Callable[[Tensor], Tensor | None]
-"""Takes the gradient of a tensor, and may return another to go on with."""
 
-_LONG = 64  # more views of views, or writes to one tensor, than anyone follows
+class Listener(NamedTuple):
+    """Who listens: what is called, for which site, in whose session."""
+
+    hook: TensorHook
+    site: str = ""
+    session: Scope | None = None
 
 
-def is_unused(tensor: Tensor) -> bool:
+def is_unused(tensor: Tensor, listener: Listener) -> bool:
     """Whether nobody can have used a tensor yet, nor what it is a view of: their steps are the newest there are."""
-    whole, newest = root(tensor), _torch.next_sequence_number()
+    whole, newest = root(tensor), _latest.before(listener)
     if tensor.grad_fn is None or whole.grad_fn is None or not newest:
         return False
     made, step = sequence_number(whole.grad_fn), tensor.grad_fn
-    for views in range(_LONG):
+    for views in range(LONG):
         if sequence_number(step) == made:
             return made + views + 1 == newest
         if not step.next_functions or step.next_functions[0][0] is None:
@@ -53,47 +61,146 @@ def is_unused(tensor: Tensor) -> bool:
     return False
 
 
-def listen(tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
-    """Hand ``hook`` all that flows into a tensor."""
+def listen(tensor: Tensor, listener: Listener, handles: TensorHandles, total: bool = False) -> None:
+    """Tell ``listener`` of all that flows into a tensor; in ``total``, into what it is an alias of too."""
+    names = _names(tensor, total)
+    tensor, hook = names[-1], listener.hook
     whole = _torch.base(tensor) if counts_versions(tensor) else None
     if whole is None or whole.is_leaf or not whole.requires_grad or whole.dtype != tensor.dtype:
-        handles.on_gradient(tensor, hook)
+        _link(tensor, listener, lambda grad, _: hook(grad), handles)
         return
-    written, part = Written(tensor), Part(tensor, whole)
+    written, part, read, alone = Written(tensor), Part(tensor, whole), Sum(), len(names) == 1
 
-    def at_view(grad: Tensor) -> Tensor | None:
-        return None if written else hook(grad)  # it is only a part, and goes on to the whole
+    def at_view(grad: Tensor, arrived: Tensor) -> Tensor | None:
+        if written.before_backward():
+            return None  # it is only a part, and goes on to the whole
+        if alone:
+            return hook(grad)
+        read.add(grad)
+        return None
 
-    def at_whole(grad: Tensor) -> Tensor | None:
-        if not written:
+    def at_whole(grad: Tensor, arrived: Tensor) -> Tensor | None:
+        if written.before_backward():
+            new = hook(part.of(grad))
+            return None if new is None else part.put(grad, new)
+        return part.exchange(hook, read.take(), grad, arrived)
+
+    for name in names:
+        _link(name, listener, at_view, handles)
+    _link(whole, listener, at_whole, handles)
+
+
+def _names(tensor: Tensor, total: bool) -> list[Tensor]:
+    """The tensors that a value is read from: for an alias that was written to, what it is an alias of too.
+
+    Until then, all that is read from it flows back there.
+    """
+    made: Mark | None = getattr(tensor, _MARK, None)
+    if made is None:
+        return [tensor]
+    if made.version is None or version(tensor) == made.version:
+        return _names(made.of, total) if total else [tensor]
+    above = _names(made.of, total)
+    return above if above[-1] is root(tensor) else [tensor, *above]
+
+
+# -- several listeners -------------------------------------------------------------------------------------------
+
+_CHAIN = "_torchhook_chain"  # on a tensor: who listens to it, and at which step
+
+LinkHook = Callable[[Tensor, Tensor], Tensor | None]
+"""Takes a gradient as those have left it who hear of it first, and as it arrived."""
+
+
+class Chain:
+    """All who listen to one step of the graph, and hear of a gradient one after the other, as it flows back.
+
+    Whoever came last is nearest to the result, and comes first. Sessions at the same site are of the same moment: there
+    the outer one comes first, as with values.
+    """
+
+    def __init__(self) -> None:
+        self.links: list[ref[Link]] = []  # they hold the chain, and go with their hooks
+        self.done: WeakSet[Link] = WeakSet()
+
+    def in_order(self) -> list[Link]:
+        moments: list[list[Link]] = []
+        for link in filter(None, (link() for link in self.links)):
+            if moments and all(_same_moment(link.listener, other.listener) for other in moments[-1]):
+                moments[-1].append(link)
+            else:
+                moments.append([link])
+        return [link for moment in reversed(moments) for link in moment]
+
+
+class Link:
+    """The hook of one listener. Torch calls the oldest first, which then does the work of all that came later."""
+
+    def __init__(self, chain: Chain, listener: Listener, hook: LinkHook) -> None:
+        self.chain, self.listener, self.hook = chain, listener, hook
+        chain.links.append(ref(self))
+
+    def __call__(self, arrived: Tensor | None) -> Tensor | None:
+        if arrived is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
-        new = hook(part.of(grad))
-        return None if new is None else part.put(grad, new)
+        if self in self.chain.done:
+            self.chain.done.remove(self)
+            return None
+        links, grad = self.chain.in_order(), arrived
+        self.chain.done = WeakSet(link for link in links if link is not self)
+        for link in links:
+            new = link.hook(grad, arrived)
+            grad = grad if new is None else new
+        return None if grad is arrived else grad
 
-    handles.on_gradient(tensor, at_view)
-    handles.on_gradient(whole, at_whole)
+
+def _same_moment(one: Listener, other: Listener) -> bool:
+    return one.site == other.site and one.session is not other.session
+
+
+def _link(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> None:
+    step = step_of(tensor)
+    at, chain = getattr(tensor, _CHAIN, (None, None))
+    if chain is None or at != step:
+        chain = Chain()
+        if step is not None:  # a leaf outlives the session
+            setattr(tensor, _CHAIN, (step, chain))
+    handles.on_gradient(tensor, Link(chain, listener, hook))
+
+
+# -- aliases -------------------------------------------------------------------------------------------------------
+
+_MARK = "_torchhook_alias"
+
+
+class Mark(NamedTuple):
+    """On a tensor that is an alias: for whom it was made, of what, of which version, and who uses it."""
+
+    listener: Listener
+    of: Tensor
+    version: int | None
+    users: WeakSet[Alias]
 
 
 class Alias:
     """A view that is handed on in the place of a tensor, so that its gradient is told apart from that of others."""
 
-    def __init__(self, tensor: Tensor, hook: TensorHook, handles: TensorHandles) -> None:
-        with torch.enable_grad():  # it must stay on the graph, whoever runs the module
-            self.tensor: Tensor | None = tensor.view_as(tensor)
-        self._hook = hook
+    def __init__(self, tensor: Tensor, listener: Listener, handles: TensorHandles) -> None:
+        self.tensor: Tensor | None = tensor if _is_alias_of_this_moment(tensor, listener) else _view(tensor, listener)
+        self._listener = listener
         self._handles = handles
-        self._read: Tensor | None = None
-        self._through_write: Tensor | None = None
+        self._flown = Sum()
         self._is_written = False
-        handles.on_gradient(self.tensor, self._at_alias)
+        getattr(self.tensor, _MARK).users.add(self)
+        _link(self.tensor, listener, self._at_alias, handles)
         whole = root(self.tensor) if counts_versions(self.tensor) else self.tensor
-        # Autograd lets nobody write to a view of a leaf that has a gradient.
-        self._can_be_written = whole is not self.tensor and not whole.is_leaf and whole.dtype == tensor.dtype
+        self._can_be_written = whole is not self.tensor and whole.requires_grad and whole.dtype == tensor.dtype
         if self._can_be_written:
             self._part = Part(self.tensor, whole)
             self._before = version(self.tensor)
-            self._step = sequence_number(whole.grad_fn), whole.output_nr
-            handles.on_gradient(whole, self._at_whole)
+            self._step = step_of(whole)
+            if not whole.is_leaf:
+                _link(whole, listener, self._at_whole, handles)
 
     def was_written(self) -> bool:
         """Whether the memory was written to since the alias was made."""
@@ -101,103 +208,97 @@ class Alias:
 
     def settle(self) -> None:
         """No more writes that count will come: follow the first that came, if one did, and let go of the memory."""
-        if self.was_written() and self.tensor is not None and not self._is_written:
-            found = _first_write(root(self.tensor), self._step)
+        if not self.follow_write() and self.was_written() and self.tensor is not None:
+            whole = root(self.tensor)
+            if step_of(whole) == self._step:  # otherwise all of it was overwritten, and nothing flows through
+                self._follow_behind_autograd(self.tensor, whole)
+        self.tensor = None
+
+    def follow_write(self) -> bool:
+        """Follow the first write that autograd has seen, if there is one."""
+        if self.was_written() and self.tensor is not None and self._step is not None and not self._is_written:
+            found = first_write(root(self.tensor), self._step)
             if found is not None:
                 self._is_written = True
                 node, places = found
                 self._handles.on_node(node, lambda grads, _: self._at_write(grads, places))
-        self.tensor = None
+        return self._is_written
+
+    def _follow_behind_autograd(self, alias: Tensor, whole: Tensor) -> None:
+        """After a write that autograd did not see, an alias has another step: what is read from then on flows there,
+        and from there to the whole at once, past those that it is an alias of."""
+        users = [user for user in _users(alias) if user is self or user.was_written() or user._is_written]
+        with contextlib.suppress(RuntimeError):  # one of several views that were made at once: nobody can read it now
+            for user in users:
+                _link(alias, user._listener, user._at_alias, self._handles)
+            self._is_written = True
+            if whole.is_leaf:
+                _link(whole, self._listener, self._at_whole, self._handles)
 
     # What is read before the write and what flows through it arrive in any order, and both before the whole does.
 
-    def _at_alias(self, grad: Tensor) -> Tensor | None:
+    def _at_alias(self, grad: Tensor, arrived: Tensor) -> Tensor | None:
         if not self._is_written:
-            return self._hook(grad)
-        self._read = grad
+            return self._listener.hook(grad)
+        self._flown.add(grad)
         return None
 
     def _at_write(self, grads: tuple[Tensor | None, ...], places: list[int]) -> None:
         for grad in (grads[place] for place in places):
             if grad is not None:
-                known = self._through_write
-                self._through_write = grad if known is None else known + grad
+                self._flown.add(self._part.of(grad))
 
-    def _at_whole(self, grad: Tensor) -> Tensor | None:
-        (read, written), self._read, self._through_write = (self._read, self._through_write), None, None
-        if not self._is_written or (read is None and written is None):
-            return None
-        through = None if written is None else self._part.of(written)
-        here = through if read is None else read if through is None else read + through
-        assert here is not None
-        new = self._hook(here)
-        return None if new is None else self._part.put(grad, self._part.of(grad) - here + new)
+    def _at_whole(self, grad: Tensor, arrived: Tensor) -> Tensor | None:
+        return self._part.exchange(self._listener.hook, self._flown.take(), grad, arrived)
 
 
-def _first_write(whole: Tensor, step: tuple[int, int]) -> tuple[Any, list[int]] | None:
-    """The write whose input is the result of ``step``, and where among its inputs that is."""
-    node = whole.grad_fn
-    for _ in range(_LONG):
-        edges = () if node is None else node.next_functions
-        places = [i for i, (fn, place) in enumerate(edges) if fn is not None and _is_step(fn, place, step)]
-        if places:
-            return node, places
-        # Autograd puts the tensor that is written to first.
-        node = edges[0][0] if edges else None
-    return None
+class Latest(threading.local):
+    """The latest steps of autograd in a thread, if they are aliases that were made at one site for one session."""
+
+    def __init__(self) -> None:
+        # Not the listener: this stays, and what it hears must not.
+        self._whose: tuple[str, Scope | None] = "", None
+        self._first = self._end = 0
+
+    def made(self, step: int, listener: Listener) -> None:
+        if step != self._end or self._whose != listener[1:]:
+            self._first, self._whose = step, listener[1:]
+        self._end = step + 1
+
+    def before(self, listener: Listener) -> int:
+        """The number of the next step, as if those had not been made that another session has made at the same site."""
+        newest, (site, session) = _torch.next_sequence_number(), self._whose
+        of_another = site == listener.site and session is not listener.session
+        return self._first if newest == self._end and of_another else newest
 
 
-def _is_step(node: Any, place: int, step: tuple[int, int]) -> bool:
-    return place == step[1] and sequence_number(node) == step[0]
+_latest = Latest()
 
 
-def root(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of, or itself."""
-    found = _torch.base(tensor)
-    return tensor if found is None else found
+def _view(tensor: Tensor, listener: Listener) -> Tensor:
+    with torch.enable_grad():  # it must stay on the graph, whoever runs the module
+        alias = tensor[...]  # with the very strides: view_as changes those of dims that have one element
+    if alias.grad_fn is not None:
+        _latest.made(sequence_number(alias.grad_fn), listener)
+    setattr(alias, _MARK, Mark(listener, tensor, version(alias) if counts_versions(alias) else None, WeakSet()))
+    return alias
 
 
-def counts_versions(tensor: Tensor) -> bool:
-    """Plain tensors do: a wrapper has no memory of its own, and inference mode keeps no count."""
-    return type(tensor) is Tensor and not tensor.is_inference() and not _torch.is_wrapped(tensor)
+def _is_alias_of_this_moment(tensor: Tensor, listener: Listener) -> bool:
+    """Whether another session has just made an alias at the same site."""
+    made: Mark | None = getattr(tensor, _MARK, None)
+    if made is None or not _same_moment(made.listener, listener):
+        return False
+    return made.listener.session is not None and not made.listener.session.closed  # it would make one at every call
 
 
-class Written:
-    """True once a tensor's memory is written to; keeps nothing of it alive."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        # A tensor without memory that shares the version counter.
-        self._witness = tensor.detach()
-        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._before = version(tensor)
-
-    def __bool__(self) -> bool:
-        return version(self._witness) != self._before
+def _users(tensor: Tensor) -> list[Alias]:
+    """Those who use a tensor as an alias, and what it is an alias of; from the first to the last."""
+    made: Mark | None = getattr(tensor, _MARK, None)
+    return [] if made is None else [*_users(made.of), *made.users]
 
 
-class Part:
-    """Where a view lies in the tensor that it is a view of."""
-
-    def __init__(self, view: Tensor, whole: Tensor) -> None:
-        self._whole = tuple(whole.size()), whole.stride()
-        self._view = tuple(view.size()), view.stride(), view.storage_offset() - whole.storage_offset()
-
-    def of(self, grad: Tensor) -> Tensor:
-        """What belongs to the view of a gradient of the whole."""
-        return grad if self._is_all else self._laid_out(grad).as_strided(*self._view)
-
-    def put(self, grad: Tensor, new: Tensor) -> Tensor:
-        """The gradient of the whole with another for the view."""
-        if self._is_all:
-            return new
-        whole = self._laid_out(grad)
-        whole.as_strided(*self._view).copy_(new)
-        return whole
-
-    @property
-    def _is_all(self) -> bool:
-        return self._view == (*self._whole, 0)
-
-    def _laid_out(self, grad: Tensor) -> Tensor:
-        size, stride = self._whole
-        return torch.empty_strided(size, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+def original(tensor: Tensor) -> Tensor:
+    """What a tensor would be if no aliases were handed on."""
+    made: Mark | None = getattr(tensor, _MARK, None)
+    return tensor if made is None else original(made.of)
