@@ -333,6 +333,12 @@ def segments() -> tuple[Any, list[Any]]:
     return recomputed, first
 
 
+def will_run_again() -> bool:
+    """Whether the running code is in a reentrant checkpoint that runs for the first time: without gradients, which
+    the recomputation has. Where nobody knows, it may be."""
+    return _Reentrant is None or any(isinstance(segment, _Reentrant) for segment in segments()[1])
+
+
 def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
     for value in values:
         if _Segment is not None and isinstance(value, _Segment):

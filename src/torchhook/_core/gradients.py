@@ -118,16 +118,18 @@ class GradTap(Tap):
         gradients, and its recomputation is what counts, tensor by tensor.
         """
         lacking = self._without_grad.pop(call, set()) if again else None
-        blind = not torch.is_grad_enabled()  # what passes may be on a graph, and what counts still be the recomputation
+        # What passes may be on a graph, and what counts still be the recomputation.
+        blind = not torch.is_grad_enabled() and _torch.will_run_again()
         if isinstance(value, Tensor):
             if blind or not _differentiable(value):
                 self._without_grad[call] = {""}
-            if _differentiable(value) and (lacking is None or lacking):
+            elif lacking is None or lacking:
                 return take(value, lambda grad: self._arrived(grad, call))
             return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-        found = [(a, t) for a, t in leaves if _differentiable(t) and (lacking is None or a in lacking)]
-        without = {address for address, leaf in leaves if blind or not _differentiable(leaf)}
+        able = [(address, leaf) for address, leaf in leaves if not blind and _differentiable(leaf)]
+        found = [(address, leaf) for address, leaf in able if lacking is None or address in lacking]
+        without = {address for address, _ in leaves} - {address for address, _ in able}
         if without or not leaves:
             self._without_grad[call] = without
         return self._wait_for_several(value, call, found, take, apart)
