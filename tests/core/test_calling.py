@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import models
 from torchhook._core import calling
 from torchhook._core.calling import arguments, call, evaluating, in_mode, random_numbers, undisturbed
 from torchhook._values.tree import Inputs
@@ -176,9 +177,8 @@ def test_a_lazy_module_stays_what_it_has_become() -> None:
 
 
 @pytest.mark.shows("TorchScript: buffers are left as they were")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_buffers_of_a_scripted_model_come_back() -> None:
-    model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))
+    model = models.scripted(nn.Sequential(nn.BatchNorm1d(3)))
     with undisturbed(model):
         model(torch.randn(4, 3))
         assert model.state_dict()["0.num_batches_tracked"].item() == 1

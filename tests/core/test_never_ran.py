@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests import models
 from tests.oracle import in_threads, warned
 from torchhook._core.select import resolve
 from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError
@@ -152,9 +153,8 @@ def test_an_encoder_layer_that_did_not_run_is_not_said_to_have_taken_its_fused_p
 
 
 @pytest.mark.shows("TorchScript: sites inside a scripted module", error="NeverRanError")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hooks_never_fire_inside_a_scripted_module() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    model = nn.Sequential(nn.Linear(4, 4), models.scripted(nn.Sequential(nn.Linear(4, 4))))
     cause = "it is TorchScript, which takes no hooks: use the module it was made from."
     for selector in ("1.0", "1", "1:input", "1.0.weight", "**"):
         assert silence(model, selector) == cause
