@@ -40,8 +40,8 @@ def _check_version(found: str) -> None:
         )
     if release > NEWEST_TESTED:
         warn(
-            f"torch {found} is newer than any that this TorchHook was tested with (up to {_dotted(NEWEST_TESTED)}). Look "
-            "for a newer TorchHook; if there is none, check values and gradients that matter against bare hooks.",
+            f"torch {found} is newer than any that this TorchHook was tested with (up to {_dotted(NEWEST_TESTED)}). "
+            "Look for a newer TorchHook; if there is none, check values and gradients that matter against bare hooks.",
             TorchVersionWarning,
         )
 
