@@ -12,6 +12,7 @@ import pytest
 
 from tests import compatibility
 from tests.compatibility import PAGE, RECORDED, ROOT, Row, page, read, rows, this_version
+from torchhook import _torch_version
 
 SAMPLE = """
 import pytest
@@ -145,7 +146,5 @@ def test_nothing_that_is_recorded_failed() -> None:
 
 
 def test_the_newest_torch_on_the_page_is_the_newest_that_is_not_warned_of() -> None:
-    from torchhook import _torch
-
     newest = max(tuple(compatibility._number(version)[:2]) for version in read(RECORDED))
-    assert newest == _torch.NEWEST_TESTED
+    assert newest == _torch_version.NEWEST_TESTED

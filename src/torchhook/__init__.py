@@ -31,7 +31,7 @@ from torchhook._classic.api import (
     model_summary,
 )
 from torchhook._clip import clip_gradients
-from torchhook._diff import diff
+from torchhook._diff.api import diff
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
 from torchhook._guard.api import guard

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook._core.keep import Keep, Transform
+from torchhook._core.ranks import Together
 from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
+from torchhook._values import tree
+from torchhook._values.subclasses import full, sharded_over
 
 Edits = Mapping[Any, Any]
+Gather = Literal["local", "full"]
 
 
 def capture(
@@ -31,6 +36,7 @@ def capture(
     edit: Edits | None = None,
     before_edits: bool = False,
     threads: Threads = "own",
+    gather: Gather = "local",
 ) -> Session:
     """Record what passes the selected sites while the block runs; without selectors, every module's output.
 
@@ -58,17 +64,38 @@ def capture(
         edit: Changes values on their way, as ``th.edit`` does.
         before_edits: Whether to keep values as they are before the edits; by default as they are after them.
         threads: ``"all"`` also records calls from other threads than the one that opens it.
+        gather: Where several ranks share the work: ``"local"`` keeps what this rank has (of a parameter's gradient
+            under DDP, that of its own batch; under FSDP, its part), ``"full"`` keeps all of a DTensor, and the gradient
+            of the whole parameter over all ranks, which then have to capture too.
     """
     session = Session(model, threads=threads)
     # Not "**": a glob never means the model itself.
     targets = resolve(session.index, list(selectors) or _every_module, exclude=exclude, port=port)
     _add_edits(session, edit or {})
+    if gather not in ("local", "full"):
+        raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
+    if gather == "full":
+        session.gathers = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
+        transform = _gathering(session.gathers, transform)
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
     session.record(targets, keeper, max_records, before_edits)
     # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
     if stop:
         session.stop_when_seen(targets)
     return session.handed_out("what th.capture(…) returned")
+
+
+def _gathering(together: Together, transform: Transform | None) -> Transform:
+    def put_together(tensor: Tensor) -> Tensor:
+        groups = sharded_over(tensor)
+        together.need(groups, f"a DTensor of shape {tuple(tensor.shape)}")
+        return full(tensor)
+
+    def gather(value: Any) -> Any:
+        whole = tree.map_tensors(put_together, value)
+        return whole if transform is None else transform(whole)
+
+    return gather
 
 
 def _every_module(name: str, module: nn.Module) -> bool:

@@ -1,22 +1,32 @@
-"""``clip_gradients``: limit gradients as they are computed, for as long as it is open."""
+"""``clip_gradients``: limit gradients as they are computed, for as long as it is open.
+
+Where several ranks share the work, what one of them computes is not yet the gradient: it is limited in ``.grad``, once
+all have added theirs.
+"""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook._core.hooks import TensorHandles, after_backward
+from torchhook._core import hooks
+from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.openable import Openable
+from torchhook._core.parameters import AtEnd
+from torchhook._core.ranks import Together
 from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.sharding import Home, Homes
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
+from torchhook._values.subclasses import full, is_distributed, is_partial, local
 
 Limit: TypeAlias = "Callable[[Tensor], Tensor | None]"
 """Takes a gradient, returns what takes its place, or nothing."""
@@ -33,7 +43,8 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
     tensor([[0.5000]])
 
     It limits in a ``with`` block, or from ``open`` to ``close``, and does nothing before. Layers that are frozen or
-    unfrozen meanwhile are treated as they are when the model runs.
+    unfrozen meanwhile are treated as they are when the model runs. Of a model in DDP or FSDP, what is limited is the
+    gradient over all ranks, once it has been reduced: open it on every rank, and give it the wrapped model.
 
     Args:
         model: whose parameters' gradients are limited.
@@ -47,7 +58,7 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
     if bound is None or not bound > 0:
         raise ValueError(f"clip_gradients needs a positive limit, found {bound!r}.")
     index = Index(model)
-    return GradientClip(index, _clamp(bound) if norm is None else _norm_limit(index, bound))
+    return GradientClip(index, Clamped(bound) if norm is None else _Shortened(index, bound))
 
 
 class GradientClip(Openable):
@@ -55,21 +66,23 @@ class GradientClip(Openable):
 
     _kind = "gradient clip"
 
-    def __init__(self, index: Index, limit: Limit) -> None:
-        self._plan: tuple[Index, Limit] | None = (index, limit)
+    def __init__(self, index: Index, limits: Clamped | _Shortened) -> None:
+        self._plan: tuple[Index, Clamped | _Shortened] | None = (index, limits)
         self._session: Session | None = None
         self._made()
 
     def _start(self) -> None:
         assert self._plan is not None
-        index, limit = self._plan
+        index, limits = self._plan
         # A parameter is the same one in every thread, and so is its gradient.
         session = Session(index.modules[""], index=index, threads="all", warn=False)
-        followed = _Followed(limit, session.handles)
+        followed = _Followed(limits, Homes(index), session.handles)
         for path, (module, name) in index.tensors.items():
-            tensor = module._parameters.get(name)
-            if tensor is not None and followed.is_new(tensor):
-                session.edit(Target(Site(path, port="grad"), module, name), lambda grad, site: limit(grad))
+            home = followed.new(module, name)
+            if home is not None and home.way == "own":
+                session.edit(Target(Site(path, port="grad"), module, name), lambda grad, site: limits.limit(grad))
+            elif home is not None:
+                followed.follow(home)
         everything = list(index.distinct.values())
         # Before a module runs, its parameters are looked at; before the model does, all: a weight may be used without a
         # call of the module that holds it.
@@ -77,66 +90,161 @@ class GradientClip(Openable):
             if not path or module._parameters:
                 session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
         self._session = session
+        limits.together.open()
         session.open()
 
     def _stop(self, error: BaseException | None) -> None:
         assert self._session is not None
+        assert self._plan is not None
         self._session.close()
+        self._plan[1].together.close()
         self._session = self._plan = None
 
 
 class _Followed:
     """The parameters whose gradients are limited: each from the first time that it is ready to take one."""
 
-    def __init__(self, limit: Limit, handles: TensorHandles) -> None:
-        self._limit = limit
+    def __init__(self, limits: Clamped | _Shortened, homes: Homes, handles: TensorHandles) -> None:
+        self._limits = limits
+        self._homes = homes
         self._handles = handles
         # By identity, with a reference that shows whether it is still the same one: an id is used again.
         self._known: dict[int, weakref.ref[Tensor]] = {}
 
-    def is_new(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter in training that was not one before; from now on it is known."""
-        if not tensor.requires_grad or not tensor.is_leaf or is_lazy(tensor):
-            return False
-        known = self._known.get(id(tensor))
-        if known is not None and known() is tensor:
-            return False
-        self._known[id(tensor)] = weakref.ref(tensor)
-        return True
+    def new(self, module: nn.Module, name: str) -> Home | None:
+        """Where a parameter is, if it is one in training that was not one before; from now on it is known."""
+        live = module._parameters.get(name)
+        if live is None or not live.requires_grad or is_lazy(live):
+            return None
+        known = self._known.get(id(live))
+        if known is not None and known() is live:
+            return None
+        # Not the one that FSDP has put in its place meanwhile.
+        home = self._homes.of(module, name)
+        if home is None or not home.leaf.is_leaf:
+            return None
+        is_known = id(home.parameter) in self._known and self._known[id(home.parameter)]() is home.parameter
+        self._known[id(live)] = weakref.ref(live)
+        self._known[id(home.parameter)] = weakref.ref(home.parameter)
+        return None if is_known else home
+
+    def follow(self, home: Home) -> None:
+        if home.way == "own":
+            self._handles.on_gradient(home.parameter, self._limits.limit)
+        elif home.way == "replicated":
+            self._handles.on_gradient(home.leaf, functools.partial(_note, self._limits, home))
+        else:
+            self._handles.on_accumulated(home.leaf, functools.partial(_note, self._limits, home))
 
     def look(self, modules: list[nn.Module]) -> Look:
         """Before these modules run: some of their parameters may have been unfrozen, or be new."""
 
         def look(value: Any, call: int) -> None:
             for module in modules:
-                for tensor in module._parameters.values():
-                    if tensor is not None and self.is_new(tensor):
-                        self._handles.on_gradient(tensor, self._limit)
+                for name in module._parameters:
+                    home = self.new(module, name)
+                    if home is not None:
+                        self.follow(home)
 
         return look
 
 
-def _clamp(bound: float) -> Limit:
-    # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum of
-    # clamped ones.
-    return lambda grad: grad.clamp(-bound, bound)
+# -- limits ---------------------------------------------------------------------------------------------
 
 
-def _norm_limit(index: Index, bound: float) -> Limit:
-    """Asked about any gradient, it clips all of them once, when the backward pass has ended."""
-    waiting: weakref.ref[Any] | None = None
+class Clamped:
+    """Every element at most ``bound``."""
 
-    # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
-    def clip() -> None:
-        parameters = {id(p): p for module in index.distinct.values() for p in module._parameters.values()}
-        nn.utils.clip_grad_norm_([p for p in parameters.values() if p is not None and p.grad is not None], bound)
+    def __init__(self, bound: float) -> None:
+        self.together = Together("clamped")  # nobody is asked: each rank clamps what it has
+        self._bound = bound
+        self._waiting: dict[int, Home] = {}
+        self._end = AtEnd(self._clamp)
 
-    def limit(grad: Tensor) -> None:
-        nonlocal waiting
-        if waiting is None or waiting() is None:
-            # Autograd alone holds it, until the backward pass ends or fails; a pass inside another one waits for that.
-            callback = functools.partial(clip)
-            waiting = weakref.ref(callback)
-            after_backward(callback)
+    def limit(self, grad: Tensor) -> Tensor:
+        # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum
+        # of clamped ones.
+        return grad.clamp(-self._bound, self._bound)
 
-    return limit
+    def arrived(self, home: Home) -> None:
+        """A gradient came that is still to be reduced."""
+        self._waiting[id(home.parameter)] = home
+        self._end.ask()
+
+    def _clamp(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for home in waiting.values():
+            grad = home.parameter.grad
+            if grad is not None and home.is_reduced:
+                # In place: DDP's buckets and FSDP's flat gradients are views of larger memory.
+                local(grad).clamp_(-self._bound, self._bound)
+
+
+class _Shortened:
+    """All gradients together at most ``bound`` long. Asked about any of them, it acts once, when the pass has ended."""
+
+    def __init__(self, index: Index, bound: float) -> None:
+        self.together = Together("clipped")
+        self._index = index
+        self._bound = bound
+        self._reduced = True
+        self._end = AtEnd(self._clip)
+
+    def limit(self, grad: Tensor) -> None:
+        self._end.ask()
+
+    def arrived(self, home: Home) -> None:
+        self._reduced = self._reduced and home.is_reduced
+        self._end.ask()
+
+    def _clip(self) -> None:
+        reduced, self._reduced = self._reduced, True
+        if not reduced:
+            return  # a pass whose gradients will be reduced with those of a later one
+        homes = Homes(self._index)
+        # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
+        owned = [homes.of(m, name) for m in self._index.distinct.values() for name in m._parameters]
+        known = {id(home.parameter): home for home in owned if home is not None}
+        if any(home.groups or is_distributed(home.parameter) for home in known.values()):
+            self._clip_over_ranks(list(known.values()))
+        else:
+            nn.utils.clip_grad_norm_([h.parameter for h in known.values() if h.parameter.grad is not None], self._bound)
+
+    def _clip_over_ranks(self, homes: list[Home]) -> None:
+        squares: dict[tuple[Any, ...], Tensor] = {}
+        for home in homes:
+            grad = home.parameter.grad
+            whole = grad is not None and is_partial(grad)
+            part = torch.zeros(1) if grad is None else local(full(grad) if whole else grad)
+            square = torch.linalg.vector_norm(part.detach(), dtype=torch.float64 if part.is_cpu else torch.float32) ** 2
+            groups = () if whole else home.groups
+            # A rank whose part has no elements asks with the others.
+            squares[groups] = squares[groups] + square.to(squares[groups].device) if groups in squares else square
+        for groups, square in squares.items():
+            self.together.need(groups, "the limit on gradients")
+            for group in groups:
+                distributed.all_reduce(square, group=group)
+        total = sum(float(square) for square in squares.values()) ** 0.5
+        factor = min(1.0, self._bound / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        for home in homes:
+            if home.parameter.grad is not None:
+                local(home.parameter.grad).mul_(factor)
+
+
+def clamp_for_good(parameters: Iterable[tuple[nn.Module, str]], homes: Homes, bound: float) -> None:
+    """Clamp gradients from now on, by hooks that nobody takes away."""
+    limits = Clamped(bound)
+    for module, name in parameters:
+        home = homes.of(module, name)
+        if home is None or not home.parameter.requires_grad:
+            continue
+        if home.way == "own":
+            hooks.on_gradient(home.parameter, limits.limit)
+        elif home.way == "replicated":
+            hooks.on_gradient(home.leaf, functools.partial(_note, limits, home))
+        else:
+            hooks.on_accumulated(home.leaf, functools.partial(_note, limits, home))
+
+
+def _note(limits: Clamped | _Shortened, home: Home, _: Tensor) -> None:
+    limits.arrived(home)

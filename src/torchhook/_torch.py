@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,36 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from torchhook.errors import TorchVersionError, TorchVersionWarning, warn
+from torchhook import _torch_version
+from torchhook.errors import TorchVersionError
 
-OLDEST = 2, 6
-"""The first version of torch that has all that is needed."""
-NEWEST_TESTED = 2, 15
-"""The newest version of torch that the tests were run with; ``docs/compatibility.md`` names all."""
-
-
-def _check_version(found: str) -> None:
-    """Refuse a torch that is too old; say of one that nobody has tried that nobody has."""
-    parts = re.match(r"(\d+)\.(\d+)", found)
-    release = (int(parts[1]), int(parts[2])) if parts else NEWEST_TESTED  # a build of one's own may be called anything
-    if release < OLDEST:
-        raise TorchVersionError(
-            f"TorchHook needs torch {_dotted(OLDEST)} or newer, and this is torch {found}: pip install "
-            f'"torch>={_dotted(OLDEST)}"'
-        )
-    if release > NEWEST_TESTED:
-        warn(
-            f"torch {found} is newer than any that this TorchHook was tested with (up to {_dotted(NEWEST_TESTED)}). "
-            "Look for a newer TorchHook; if there is none, check values and gradients that matter against bare hooks.",
-            TorchVersionWarning,
-        )
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
-
-
-_check_version(torch.__version__)
+_torch_version.check(torch.__version__)
 
 
 def _find(path: str, default: Any, root: Any = torch) -> Any:
@@ -300,6 +273,19 @@ def _frames(depth: int) -> Iterator[FrameType]:
 def times_running(module: nn.Module) -> int:
     """How many calls of a module are under way in this thread."""
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
+
+
+def in_fsdp() -> bool:
+    """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    for frame in _frames(1):
+        name = frame.f_globals.get("__name__", "")
+        if name == _MODULES:
+            return False
+        if name.startswith("torch.distributed.fsdp."):
+            return True
+    return False
 
 
 def in_bare_segment() -> bool:

@@ -26,6 +26,9 @@ NeverOpenedWarning       (UserWarning)                 a session or tool was dro
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
 TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
+CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
+PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
     "BrokenShardError",
+    "CompiledWarning",
+    "DataWarning",
     "EditError",
     "ExtractError",
     "GuardError",
@@ -56,6 +61,7 @@ __all__ = [
     "NeverRanError",
     "NeverRanWarning",
     "NoAttentionError",
+    "PaddingWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -186,6 +192,18 @@ class TorchVersionWarning(UserWarning):
     """This version of torch is newer than any that TorchHook was tested with."""
 
 
+class CompiledWarning(UserWarning):
+    """A compiled model runs eagerly inside a session; said once in a process."""
+
+
+class DataWarning(UserWarning):
+    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
+
+
+class PaddingWarning(UserWarning):
+    """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
@@ -269,8 +287,13 @@ def _packages_of(extra: str) -> list[str]:
 _INSTALLED_AS = {"PIL": "pillow", "skimage": "scikit-image"}
 
 
-def note(error: BaseException, text: str) -> None:
-    """Add to an error that ends a run what its reader may want to know."""
+def hint(error: BaseException, text: str) -> None:
+    """Add to an error that passes through what its reader may want to know."""
     add = getattr(error, "add_note", None)  # Python 3.11
     if add is not None:
-        add(f"torchhook: {text} Committed shards are safe: the same call does only what is missing.")
+        add(f"torchhook: {text}")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add to an error that ends a run what its reader may want to know."""
+    hint(error, f"{text} Committed shards are safe: the same call does only what is missing.")

@@ -1,8 +1,9 @@
 """The catalogue of transforms: what is kept of a value, decided in the hook, before anything is copied or moved.
 
 A transform is any function of the passing value. Those here map over the tensors of nested values and take dim 0 for
-the rows of the batch. They are values: they compare by what they hold, pickle, and print as they were written, which is
-also how a feature store remembers them.
+the rows of the batch. In ``extract``, where the model is called with an attention mask, they give for each row what
+they would give for that row alone and unpadded. They are values: they compare by what they hold, pickle, and print as
+they were written, which is also how a feature store remembers them.
 
 >>> compose(tokens("cls"), cast(torch.float16)) == compose(tokens("cls"), cast(torch.half))
 True
@@ -17,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchhook._values import tree
+from torchhook._values import padding, tree
+from torchhook._values.padding import Known
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
@@ -58,6 +60,16 @@ class _EachTensor(ValueObject):
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items() if v is not None)]
         return f"{self.function.__name__.strip('_')}({', '.join(given)})"
 
+    def afterwards(self, known: Known | None) -> Known | None:
+        """What is known of the padding of what this returns, for the transform that comes next."""
+        if known is None:
+            return None
+        if self.function is _narrow and self.options["dim"] == 1:
+            return known.sliced(slice(*self.args))
+        dims = self.options.get("dims")
+        reduces = self.function in (_pool, _statistics) and (dims is None or 1 in dims)
+        return None if reduces or self.function is _tokens else known
+
 
 # Functions of this module and their arguments, no closures: those cannot be pickled.
 def _each(function: Callable[..., Any], *args: Any, **options: Any) -> Transform:
@@ -72,50 +84,96 @@ _POOLS: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
 }
 
 
-def pool(how: str = "mean", dims: int | Sequence[int] | None = None) -> Transform:
+def pool(how: str = "mean", dims: int | Sequence[int] | None = None, *, masked: bool = True) -> Transform:
     """Reduce positions: the tokens of ``(N, T, D)``, the pixels of ``(N, C, H, W)``; ``(N, D)`` stays as it is.
 
     >>> pool("mean")(torch.ones(2, 3, 4, 4)).shape
     torch.Size([2, 3])
 
-    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``.
+    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. In ``extract``, padding is left out where the model is
+    called with an attention mask, or ``lengths=`` is given; ``masked=False`` takes it in.
     """
     if how not in _POOLS:
         raise ValueError(f"pool({how!r}): use one of {', '.join(map(repr, _POOLS))}.")
     wanted = (dims,) if isinstance(dims, int) else None if dims is None else tuple(dims)
-    return _each(_pool, how, dims=wanted)
+    return _each(_pool, how, dims=wanted, masked=_unless_default(masked))
 
 
-def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None) -> Tensor:
+def _unless_default(masked: bool) -> bool | None:
+    # What is None is not written: stores remember transforms by their text, and most are of images.
+    return None if masked else False
+
+
+def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool | None) -> Tensor:
+    named = dims is not None
     if dims is None:
         dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim()))
     # To torch, no dims are all dims.
-    return _POOLS[how](tensor, dims) if dims else tensor
+    if not dims:
+        return tensor
+    real = None if masked is False else padding.real(tensor, dims, named)
+    return _POOLS[how](tensor, dims) if real is None else _pool_of(tensor, how, dims, real)
 
 
-def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1) -> Transform:
+def _pool_of(tensor: Tensor, how: str, dims: tuple[int, ...], real: Tensor) -> Tensor:
+    """What a pool gives of the real elements; the others may hold anything, a NaN too."""
+    if how == "max":
+        return tensor.masked_fill(~real, _least(tensor.dtype)).amax(dims)
+    kept = torch.where(real, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+    if how == "sum" or not (tensor.is_floating_point() or tensor.is_complex()):
+        return _POOLS[how](kept, dims)  # torch itself refuses the mean of integers
+    # The sum of many halves is beyond their range, their mean is not: torch's own mean sums in float too.
+    wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    return (kept.sum(dims, dtype=wide) / real.expand(tensor.shape).sum(dims)).to(tensor.dtype)
+
+
+def _least(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return float("-inf")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1, *, masked: bool = True) -> Transform:
     """Choose tokens of ``(N, T, ...)``: ``"cls"``, ``"last"``, ``"patches"`` (all after the prefix), or positions.
 
     >>> tokens("cls")(torch.zeros(2, 197, 8)).shape, tokens([0, 5])(torch.zeros(2, 197, 8)).shape
     (torch.Size([2, 8]), torch.Size([2, 2, 8]))
+
+    In ``extract``, positions are counted among the tokens that are not padding, on whichever side it is, where the
+    model is called with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all.
     """
     if isinstance(which, str):
-        if which not in ("cls", "last", "patches"):
+        if which not in (*_ENDS, "patches"):
             raise ValueError(f"tokens({which!r}): use 'cls', 'last', 'patches', a position or a list of positions.")
         # Elsewhere the prefix says nothing, and would make two equal transforms differ.
-        return _each(_tokens, which, prefix=prefix if which == "patches" else None)
-    return _each(_tokens, which if isinstance(which, int) else [int(position) for position in which], prefix=None)
+        return _each(_tokens, which, prefix=prefix if which == "patches" else None, masked=_unless_default(masked))
+    chosen = which if isinstance(which, int) else [int(position) for position in which]
+    return _each(_tokens, chosen, prefix=None, masked=_unless_default(masked))
 
 
-def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None) -> Tensor:
+_ENDS = {"cls": 0, "last": -1}
+
+
+def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None, masked: bool | None) -> Tensor:
     # Of (N, D) a feature would be taken for a token.
     if tensor.dim() < 3:
         raise TransformError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
+    mask = None if masked is False else padding.mask_of(tensor)
     if which == "patches":
+        if mask is not None:
+            raise TransformError(
+                "tokens('patches') of rows with padding have different lengths. Keep whole rows with lengths=, or say "
+                "masked=False to keep the padding."
+            )
         return tensor[:, prefix:]
-    if isinstance(which, str):
-        return tensor[:, 0 if which == "cls" else -1]
-    return tensor[:, which]
+    positions: int | list[int] = _ENDS[which] if isinstance(which, str) else which
+    if mask is None:
+        return tensor[:, positions]
+    several = isinstance(positions, list)
+    places = padding.places(mask, positions if isinstance(positions, list) else [positions])
+    rows = torch.arange(len(tensor))[:, None]
+    chosen = tensor[rows.to(tensor.device, non_blocking=True), places.to(tensor.device, non_blocking=True)]
+    return chosen if several else chosen[:, 0]
 
 
 def topk(k: int, dim: int = -1, largest: bool = True) -> Transform:
@@ -128,6 +186,11 @@ def topk(k: int, dim: int = -1, largest: bool = True) -> Transform:
 
 
 def _topk(tensor: Tensor, k: int, dim: int, largest: bool) -> dict[str, Tensor]:
+    mask = padding.mask_of(tensor) if tensor.dim() > 2 and dim % tensor.dim() == 1 else None
+    if mask is not None:
+        found = [row.topk(k, dim=dim, largest=largest) for row in _unpadded(tensor, mask)]
+        values, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return {"values": values, "indices": indices}
     values, indices = tensor.topk(k, dim=dim, largest=largest)
     return {"values": values, "indices": indices}
 
@@ -168,7 +231,18 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
 
 
 def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    return by_row(tensor, dims)
+    mask = padding.mask_of(tensor) if tensor.dim() > 2 and (dims is None or 1 in dims) else None
+    if mask is None:
+        return by_row(tensor, dims)
+    # Each row by itself: five statistics with a mask would be five chances to let padding in.
+    rows = [by_row(row, dims) for row in _unpadded(tensor, mask)]
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+
+def _unpadded(tensor: Tensor, mask: Tensor) -> list[Tensor]:
+    """Each row as a batch of its own, without its padding."""
+    places = [row.nonzero().squeeze(1).to(tensor.device, non_blocking=True) for row in mask]
+    return [tensor[i : i + 1].index_select(1, places[i]) for i in range(len(tensor))]
 
 
 def pick(address: str | int) -> Transform:
@@ -205,10 +279,22 @@ class _Compose(ValueObject):
     transforms: tuple[Callable[[Any], Any], ...]
 
     def __call__(self, value: Any) -> Any:
+        known = padding.known()
         for transform in self.transforms:
-            value = transform(value)
+            with padding.knowing(known):
+                value = transform(value)
+            known = _afterwards(transform, known)
         return value
+
+    def afterwards(self, known: Known | None) -> Known | None:
+        for transform in self.transforms:
+            known = _afterwards(transform, known)
+        return known
 
     def __repr__(self) -> str:
         # A function by its repr, not its name: a store must not take one for another of the same name.
         return f"compose({', '.join(map(repr, self.transforms))})"
+
+
+def _afterwards(transform: Any, known: Known | None) -> Known | None:
+    return transform.afterwards(known) if isinstance(transform, (_EachTensor, _Compose)) else known

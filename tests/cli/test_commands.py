@@ -270,7 +270,11 @@ def test_a_terminal_gets_colours_and_the_same_cells(torchhook: Command, monkeypa
 def test_the_line_of_the_manual_works_on_a_real_model(torchhook: Command, tmp_path: Path, photos: Path) -> None:
     pytest.importorskip("timm", reason="timm is not installed")
     line = ("--data", photos, "--sites", "blocks.11", "--out", tmp_path / "features", "--pool", "mean", "--workers", 0)
-    assert torchhook("extract", "timm:vit_tiny_patch16_224", *line).code == 0
+    refused = torchhook("extract", "timm:vit_tiny_patch16_224", *line)
+    assert refused.code == 2
+    assert "--pretrained to fetch its own, --weights FILE for others, or --random" in " ".join(refused.err.split())
+    assert not (tmp_path / "features").exists()
+    assert torchhook("extract", "timm:vit_tiny_patch16_224", "--random", *line).code == 0
     assert open_features(tmp_path / "features")["blocks.11"].shape == (5, 192)
 
 

@@ -99,3 +99,18 @@ def test_a_broken_image_is_named_as_it_was_given(tmp_path: Path) -> None:
     with pytest.raises(Trouble) as raised:
         load(file=tmp_path / "bad.jpg")
     assert str(raised.value) == f"{tmp_path}/bad.jpg cannot be read as an image: cannot identify image file 'bad.jpg'"
+
+
+def test_images_for_a_model_of_torchvision_are_prepared_by_torchvision(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    vision = pytest.importorskip("torchvision", reason="torchvision is not installed")
+    pixels = torch.randint(0, 255, (300, 400, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    picture = pillow.fromarray(pixels.numpy())
+    picture.save(tmp_path / "a.png")
+    for name in ("resnet18", "inception_v3"):
+        own = vision.models.get_model_weights(name).DEFAULT.transforms()
+        given = inputs.load(Options(file=tmp_path / "a.png"), nets.ready, f"torchvision:{name}")
+        assert torch.equal(given.x[0], own(picture))
+    changed = inputs.preparation_for("torchvision:resnet18", Options(size=64))
+    assert (changed["size"], changed["crop"], changed["interpolation"]) == (64, 1.0, "bilinear")
+    assert inputs.preparation_for("timm:resnet18", Options()) == {}

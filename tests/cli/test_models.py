@@ -188,3 +188,11 @@ def test_a_folder_with_weights_is_not_random(tmp_path: Path) -> None:
     assert not models.is_random("torchvision:resnet18", None, True)
     assert not models.is_random("timm:resnet18", tmp_path, False)
     assert not models.is_random("tests.cli.nets:small", None, False)
+
+
+def test_random_weights_are_refused_with_the_ways_out(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="--pretrained to fetch its own, --weights FILE for others, or --random"):
+        models.refuse_random("timm:resnet18", None, False)
+    models.refuse_random("timm:resnet18", None, True)
+    models.refuse_random("timm:resnet18", tmp_path, False)
+    models.refuse_random("tests.cli.nets:small", None, False)

@@ -1280,3 +1280,27 @@ def test_a_view_from_a_block_without_gradients_does_not_upset_a_checkpoint() -> 
     assert not list(rec)
     for parameter, grad in zip(net.parameters(), bare, strict=True):
         assert (parameter.grad is None and grad is None) or torch.equal(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("sites", ["grad", "grad_total", "grad grad_input grad_total"])
+def test_a_tensor_that_passes_a_block_without_gradients_in_a_checkpoint_is_heard_once(sites: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.same = nn.Linear(3, 3), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            def segment(h: Tensor) -> Tensor:
+                with torch.no_grad():
+                    h = self.same(h)
+                return h.sin()
+
+            out: Tensor = checkpoint(segment, self.lin(x), use_reentrant=False)
+            return out
+
+    net, x = Net(), torch.randn(2, 3)
+    with th.capture(net, *(f"same:{port}" for port in sites.split())) as rec:
+        net(x).sum().backward()
+    for site in rec:
+        (grad,) = rec.all(site)
+        assert torch.allclose(grad, net.lin(x).cos())

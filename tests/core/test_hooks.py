@@ -98,6 +98,33 @@ def test_holders_in_many_threads_are_counted() -> None:
     assert stance() == "default"
 
 
+def test_a_scope_is_eager_where_it_was_entered_and_other_threads_compile_nothing_new() -> None:
+    scope = Scope()
+    release = hooks.eager_stance.hold(scope=scope)
+    assert stance() == "eager_on_recompile"
+    scope.enter()
+    assert (stance(), *in_threads(stance)) == ("force_eager", "eager_on_recompile")
+    everywhere = hooks.eager_stance.hold()
+    assert in_threads(stance) == ["force_eager"]
+    everywhere()
+    assert in_threads(stance) == ["eager_on_recompile"]
+    release()
+    assert (stance(), *in_threads(stance)) == ("default", "default")
+    scope.leave()
+
+
+def test_a_recomputation_on_one_of_autograds_threads_is_eager() -> None:
+    """Those belong to no context, and may repeat a call of the session's own."""
+    release, seen = hooks.eager_stance.hold(scope=Scope()), []
+    x = torch.ones(1, requires_grad=True)
+    (x * 2).register_hook(lambda grad: seen.append(stance()))
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(stance()))
+    y.sum().backward()
+    release()
+    assert seen == ["force_eager"]
+
+
 def test_on_gradient_replaces_the_gradient_until_it_is_removed() -> None:
     x = torch.ones(2, requires_grad=True)
     handle = hooks.on_gradient(x, lambda grad: grad * 3)

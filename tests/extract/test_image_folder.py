@@ -83,3 +83,100 @@ def test_an_empty_or_absent_folder_is_an_error(tmp_path):
         ImageFolder(tmp_path)
     with pytest.raises(FileNotFoundError, match="not a folder"):
         ImageFolder(tmp_path / "nowhere")
+
+
+# -- images of every kind ----------------------------------------------------------------------------
+
+
+def plain(folder, name):
+    """One image as numbers from 0 to 1, neither resized nor cropped."""
+    with Image.open(folder / name) as opened:
+        size = opened.size[::-1]
+    found = ImageFolder(folder, size=size, crop=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+    return found.load(name)
+
+
+def test_photographs_are_turned_as_the_camera_was_held(tmp_path):
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    pixels[0, :, 0] = 255  # red on top
+    for orientation, turned in (
+        (1, pixels),
+        (3, np.rot90(pixels, 2)),
+        (6, np.rot90(pixels, -1)),
+        (8, np.rot90(pixels)),
+    ):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+        data = ImageFolder(tmp_path, size=turned.shape[:2], crop=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
+        assert torch.equal(data.load("a.png"), torch.from_numpy(turned.copy()).permute(2, 0, 1) / 255)
+
+
+def test_sixteen_bits_and_floats_keep_their_brightness(tmp_path):
+    gray = np.array([[0.0, 0.2], [0.4, 1.0]])
+    Image.fromarray((gray * 65535).round().astype(np.uint16)).save(tmp_path / "a.png")
+    Image.fromarray((gray * 65535).round().astype(np.uint16)).save(tmp_path / "a.tiff")
+    Image.fromarray((gray * 65535).round().astype(np.int32)).save(tmp_path / "i.tiff")
+    Image.fromarray(gray.astype(np.float32)).save(tmp_path / "f.tiff")
+    Image.fromarray((gray * 255).round().astype(np.uint8)).save(tmp_path / "b.png")
+    for name in ("a.png", "a.tiff", "i.tiff", "f.tiff", "b.png"):
+        torch.testing.assert_close(plain(tmp_path, name), torch.from_numpy(gray).float().expand(3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "text"),
+    [
+        (np.array([[0.0, 255.0]], dtype=np.float32), "float pixels from 0 to 255, expected 0 to 1"),
+        (np.array([[0.0, np.nan]], dtype=np.float32), "float pixels from nan to nan"),
+        (np.array([[-5, 70000]], dtype=np.int32), "integer pixels from -5 to 70000, expected 0 to 65535"),
+    ],
+)
+def test_pixels_without_a_known_range_are_refused(tmp_path, pixels, text):
+    Image.fromarray(pixels).save(tmp_path / "odd.tiff")
+    with pytest.raises(ValueError, match=rf"odd\.tiff: {text}"):
+        plain(tmp_path, "odd.tiff")
+
+
+def test_names_that_are_no_text_are_stored_so_that_one_can_read_them(tmp_path):
+    import os
+
+    folder = tmp_path / "images"
+    folder.mkdir()
+    odd = os.path.join(os.fsencode(folder), b"caf\xe9.png")
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(folder / "a.png")
+    try:
+        os.rename(os.path.join(os.fsencode(folder), b"a.png"), odd)
+    except OSError:
+        pytest.skip("this file system takes only text for names")
+    Image.new("RGB", (8, 8), (0, 0, 255)).save(folder / "ü.png")
+    features = extract(
+        nn.Sequential(nn.Identity()), folder, "0", tmp_path / "f", transform=transforms.pool(), progress=False
+    )
+    assert sorted(features.ids) == ["caf\\xe9.png", "ü.png"]
+    assert features["0"][list(features.ids).index("caf\\xe9.png")][0] > 2  # red
+
+
+# -- prepared by the libraries themselves ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"size": 96, "crop": 1.0}, {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}])
+def test_images_for_a_model_of_timm_are_prepared_by_timm(folder, changes):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224")
+    config = timm.data.resolve_model_data_config(model)
+    if "size" in changes:
+        config |= {"input_size": (3, 96, 96), "crop_pct": 1.0}
+    config |= {name: value for name, value in changes.items() if name in ("mean", "std")}
+    prepare = timm.data.create_transform(**config, is_training=False)
+    data = ImageFolder.for_model(folder, model, **changes)
+    for i, name in enumerate(data.ids):
+        assert torch.equal(data[i][0], prepare(Image.open(folder / name).convert("RGB")))
+
+
+def test_any_function_of_an_image_prepares_it(folder, tmp_path):
+    vision = pytest.importorskip("torchvision")
+    prepare = vision.models.get_model_weights("resnet18").DEFAULT.transforms()
+    data = ImageFolder(folder, prepare=prepare)
+    assert torch.equal(data[0][0], prepare(Image.open(folder / "cat/a.png").convert("RGB")))
+    features = extract(nn.Sequential(nn.Flatten()), data, "0", tmp_path / "f", progress=False)
+    assert torch.equal(features["0"][0], data[0][0].flatten())

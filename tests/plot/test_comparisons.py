@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchhook import plot
-from torchhook._diff import diff
+from torchhook._diff.api import diff
 from torchhook._recording.differences import Diff, Row
 from torchhook._recording.sweeps import Sweep
 from torchhook._sweep import sweep

@@ -30,6 +30,8 @@ class Tape:
         self.mode = "off"
         self.kept: list[Tensor | None] = []
         self.place = 0
+        self.odd = False
+        """Whether a view came out of a block without gradients that says it needs one."""
 
     @contextlib.contextmanager
     def running(self, mode: str) -> Iterator[None]:
@@ -58,6 +60,7 @@ class Tape:
 
     def frozen(self, value: Any) -> Any:
         """What came out of a block without gradients, or was kept in an attribute by someone who ran in one."""
+        self.odd |= any(t.requires_grad and not on_graph(t) for _, t in places_in(value))
         return mapped(lambda t: self.pass_on(t, not on_graph(t)), value, once=False)
 
     @contextlib.contextmanager

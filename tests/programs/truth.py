@@ -73,6 +73,8 @@ class Truth:
         self.reentrant, self.keeps = "use_reentrant=True" in source, "self.kept" in source
         if self.reentrant:
             self.totals.clear()  # what passes in such a segment is a tensor of its own
+            if self.stage.tape.odd:
+                raise Discarded("in a segment, such a view says something else than outside")
         self._check_torch()
 
     def _write_down(self) -> None:
@@ -250,6 +252,7 @@ class Truth:
             nearer = slopes(STEP / 10)
             if abs(nearer[0] - nearer[1]) > gap / 2:  # what bends goes away, a kink does not
                 return None
+            there, back = nearer
         return (there + back) / 2
 
     def expected(self, site: Site) -> float | None:

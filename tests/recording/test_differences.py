@@ -87,11 +87,75 @@ def test_tolerances_can_be_numbers_or_change_some_dtypes_only() -> None:
         one(value, value, rtol=-1)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "decibels"),
+    [
+        ([3.0, 4.0], [3.3, 4.4], 20.0),  # a noise of a tenth
+        ([10.0, 0.0], [10.0, 1.0], 20.0),
+        ([1.0, 1.0], [2.0, 2.0], 0.0),  # as loud as the signal
+        ([1.0, 0.0], [1.0, 10.0], -20.0),
+        ([1.0, 2.0], [1.0, 2.0], INF),
+        ([0.0, 0.0], [0.0, 1.0], -INF),
+        ([0.0, 0.0], [0.0, 0.0], INF),
+    ],
+)
+def test_the_signal_to_noise_ratio_is_that_worked_out_by_hand(a: list[float], b: list[float], decibels: float) -> None:
+    value = torch.tensor(a, dtype=torch.float64)
+    row = one(value, torch.tensor(b, dtype=torch.float64))
+    assert row.sqnr == pytest.approx(decibels, abs=1e-9)
+    assert compare(recording(("x", value)), recording(("x", value))).data()["sqnr"] == [INF]
+
+
+def test_a_row_without_numbers_has_no_signal_to_noise_ratio() -> None:
+    assert math.isnan(one(torch.tensor([1.0]), torch.tensor([NAN])).sqnr)
+    assert math.isnan(one(torch.ones(2), torch.ones(3)).sqnr)
+
+
+def test_what_only_b_has_is_listed_and_counted_apart() -> None:
+    x = torch.ones(1)
+    diff = compare(recording(("fc", x)), recording(("fc", x), ("new", x), ("head", x)))
+    assert (diff.ok, diff.first) == (True, None)
+    assert [row.status for row in diff] == ["same", "only in B", "only in B"]
+    assert str(diff).startswith("Diff of A and B: 3 sites, all the same; 2 only in B\n")
+    diff = compare(recording(("fc", x), ("gone", x)), recording(("fc", x), ("new", x)))
+    assert diff.first is not None
+    assert (diff.ok, diff.first.site) == (False, "gone")
+    assert "1 differs, the first at gone; 1 only in B" in str(diff)
+
+
+def test_the_tolerances_are_printed_and_where_they_grow() -> None:
+    x = torch.ones(2)
+    a = recording(("a", x), ("b", x), ("c", x))
+    lines = str(compare(a, recording(("a", x), ("b", x.half()), ("c", x)))).splitlines()[-2:]
+    assert lines == [
+        "tolerated: |a - b| <= 1e-08 + 0.0001 * max(|a|, rms of a)",
+        "tolerated from b on: |a - b| <= 1e-05 + 0.025 * max(|a|, rms of a)",
+    ]
+    assert str(compare(a, a, rtol=0.5, atol=2)).splitlines()[-1] == "tolerated: |a - b| <= 2 + 0.5 * max(|a|, rms of a)"
+
+
+def test_names_that_leave_everything_out_are_refused() -> None:
+    x = recording(("fc", torch.ones(1)))
+    with pytest.raises(MissingRecordError, match="names leaves every site of A out"):
+        compare(x, x, names=lambda path: None)
+
+
 def test_integers_and_booleans_must_be_equal() -> None:
     big = torch.tensor([2**60])
     assert one(big, big.clone()).ok
     assert one(big, big + 1).mismatches == 1
     assert one(torch.tensor([True, False]), torch.tensor([True, True])).mismatches == 1
+
+
+def test_complex_numbers_and_small_floats_are_compared_with_others() -> None:
+    real = torch.tensor([3.0, 4.0])
+    assert one(real, real + 0j).ok
+    row = one(real, torch.tensor([3 + 1j, 4 + 0j]))
+    assert (row.mismatches, row.max_abs) == (1, 1.0)
+    assert row.relative == pytest.approx(1 / 5)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        assert one(real, real.to(dtype)).max_abs == 0
+        assert one(real.to(dtype), real + 8).mismatches == 2
 
 
 def test_the_same_nans_and_infinities_agree_and_others_do_not() -> None:
@@ -181,7 +245,7 @@ def test_rows_come_in_the_order_of_execution_call_by_call_with_what_only_one_sid
     ]
     assert not diff.ok
     assert diff.first is not None
-    assert diff.first.site == "new"
+    assert diff.first.site == "drop"  # what only B has is no difference
     assert [row.site for row in diff.missing] == ["new", "drop", "relu#1"]
 
 
@@ -243,7 +307,7 @@ def test_the_model_itself_is_read_and_named_as_it_is_printed() -> None:
         assert diff.ok
     assert diff["(model)"] is diff[""]
     assert diff["(model):input"] is diff[":input"]
-    printed = [line.split()[:2] for line in str(diff).splitlines()[4:]]
+    printed = [line.split()[:2] for line in str(diff).splitlines()[4:6]]
     assert printed == [["(model):input", "net:input"], ["(model)", "net"]]
     assert compare(b, a, names={"net": "(model)"}).ok
     assert compare(b, a, names=lambda path: "(model)" if path == "net" else path).ok
@@ -265,13 +329,15 @@ def test_a_diff_prints_itself_as_a_table() -> None:
     a = recording(("conv", torch.tensor([1.0, 2.0])), ("fc", torch.tensor([4.0])), name="Net")
     b = recording(("conv", torch.tensor([1.0, 2.0])), ("fc", torch.tensor([5.0])), name="Net")
     diff = compare(a, b, notes=["a note"])
+    # 4 against 5: the difference is 1/4 of the value, and 20 * log10(4) are 12.04 decibels.
     assert str(diff) == (
         "Diff of Net and Net: 2 sites, 1 differs, the first at fc\n"
-        "site  max error  relative    cosine  mismatches  dtype\n"
-        "----------------------------------------------------------------------------\n"
-        "conv          0         0  1.000000           -  float32\n"
-        "fc     1.00e+00  2.50e-01  1.000000      1 of 1  float32  differs; the first\n"
-        "a note"
+        "site  max error  relative  SQNR dB    cosine  mismatches  dtype\n"
+        "-------------------------------------------------------------------------------------\n"
+        "conv          0         0      inf  1.000000           -  float32\n"
+        "fc     1.00e+00  2.50e-01     12.0  1.000000      1 of 1  float32  differs; the first\n"
+        "a note\n"
+        "tolerated: |a - b| <= 1e-08 + 0.0001 * max(|a|, rms of a)"
     )
     assert "differs; the first" in diff._repr_html_()
     assert "all the same" in str(compare(a, a))

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchhook._values.elements import dense, dtype_name, flatten, floats, in_one_dim, measurable, readable, real
+from torchhook._values.elements import (
+    can_cast,
+    dense,
+    dtype_name,
+    flatten,
+    floats,
+    in_one_dim,
+    measurable,
+    readable,
+    real,
+)
 
 FLOAT8 = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 SINGLE = ["float16", "bfloat16", "float32", *FLOAT8, "bool", "uint8", "int8", "int16", "uint16"]
@@ -111,12 +121,13 @@ def test_what_can_be_measured_has_elements_in_one_piece_of_memory(nested: Tensor
 
 
 def test_what_lies_elsewhere_is_not_readable() -> None:
-    class Part(Tensor):
-        placements = ()
-
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
     assert readable(torch.eye(3).to_sparse())
     assert not readable(torch.empty(3, device="meta"))
-    assert not readable(torch.ones(3).as_subclass(Part))
+    assert not readable(freed)
+    assert not measurable(freed)
+    assert floats(freed) is None
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -177,3 +188,10 @@ def test_nothing_is_read_inside_a_function_transform() -> None:
 
 def test_dtypes_are_named_as_users_write_them() -> None:
     assert [dtype_name(d) for d in (torch.float32, torch.half, torch.bool)] == ["float32", "float16", "bool"]
+
+
+def test_the_rule_for_compiled_code_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [*SINGLE, *DOUBLE, "complex64", "complex128"]
+    dtypes = [getattr(torch, name) for name in names if hasattr(torch, name)]
+    monkeypatch.setattr("torchhook._torch_compiler.in_trace", lambda: True)
+    assert [(a, b) for a in dtypes for b in dtypes if can_cast(a, b) != torch.can_cast(a, b)] == []

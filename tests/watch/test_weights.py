@@ -54,3 +54,13 @@ def test_zero_weights_have_an_infinite_ratio_when_they_move_and_none_when_they_s
         model(torch.ones(1, 2))
         model[0].bias.data += 1
     assert [shot.sites["0.bias"]["update_ratio"] for shot in w.history] == [0.0, math.inf]
+
+
+def test_a_lazy_module_is_watched_once_it_has_shapes() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
+    with watch(model) as w:
+        for _ in range(2):
+            model(torch.ones(3, 5)).sum().backward()
+    assert "0.weight" not in w.history[0].sites
+    weight = model[0].weight
+    assert w.last["0.weight"]["norm"] == pytest.approx(weight.norm().item(), rel=1e-4)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from torchhook._core.index import described
 from torchhook.errors import ArgumentError
 
 # What a reader of help has no use for: bookkeeping of classes, and how a façade is copied and listed.
@@ -39,4 +40,4 @@ class Facade(nn.Module, metaclass=_OwnNames):
 
 def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model must be a torch.nn.Module, found {type(model).__name__}.")
+        raise ArgumentError(f"model must be a torch.nn.Module, found {described(model)}.")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchhook._cli.errors import Trouble, short
-from torchhook._cli.models import config_of, library
+from torchhook._cli.models import config_of, library, own_preparation
 from torchhook._extract.api import SUFFIXES, ImageFolder
 from torchhook._values import tree
 
@@ -66,7 +66,7 @@ def _file(path: Path, model: nn.Module, name: str, options: Options) -> Given:
         raise Trouble(f"no input file {path}.")
     kind = path.suffix.lower()
     if kind in SUFFIXES:
-        return Given(image(path, model, options))
+        return Given(image(path, model, name, options))
     if kind == ".safetensors":
         return Given(_tensors(path))
     if kind == ".txt":
@@ -92,8 +92,21 @@ def preparation(options: Options) -> dict[str, Any]:
     return found
 
 
-def image(path: Path, model: nn.Module, options: Options) -> torch.Tensor:
-    settings = preparation(options)
+def preparation_for(name: str, options: Options) -> dict[str, Any]:
+    """How images are prepared for a model of this name: as its library does, where the command line does not differ."""
+    own, said = own_preparation(name), preparation(options)
+    if own is None or not said:
+        return said if own is None else {"prepare": own}
+    # Its settings, as far as it has such: presets for other tasks than classification have fewer.
+    known = {key: getattr(own, key) for key in ("mean", "std") if getattr(own, key, None)}
+    if getattr(own, "crop_size", None) and getattr(own, "resize_size", None):
+        known |= {"size": own.crop_size[0], "crop": own.crop_size[0] / own.resize_size[0]}
+        known["interpolation"] = own.interpolation.value
+    return {**known, **said}
+
+
+def image(path: Path, model: nn.Module, name: str, options: Options) -> torch.Tensor:
+    settings = preparation_for(name, options)
     with tempfile.TemporaryDirectory() as folder:  # a data set of one image
         copy = Path(folder, path.name)
         try:

@@ -17,7 +17,7 @@ from torchhook._cli import console, inputs, models, options
 from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
 from torchhook._core.select import glob_pattern
-from torchhook._diff import diff as compare
+from torchhook._diff.api import diff as compare
 from torchhook._layers import layers as list_layers
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff

@@ -48,6 +48,15 @@ def is_random(name: str, weights: Path | None, pretrained: bool) -> bool:
     return home in ("torchvision", "timm") or (home == "transformers" and not _has_weights(Path(rest)))
 
 
+def refuse_random(name: str, weights: Path | None, pretrained: bool) -> None:
+    """Features of a whole data set are made to be used: those of a random network are hardly ever meant."""
+    if is_random(name, weights, pretrained):
+        raise Trouble(
+            f"{name} has random weights, and so would have its features: add --pretrained to fetch its own, "
+            "--weights FILE for others, or --random if random ones are meant."
+        )
+
+
 def say_random(name: str, weights: Path | None, pretrained: bool) -> None:
     if is_random(name, weights, pretrained):
         console.say(f"{name} has random weights; add --weights or --pretrained.")
@@ -92,6 +101,17 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = models.get_model(name, weights="DEFAULT" if pretrained else None, **options)
     return model
+
+
+def own_preparation(name: str) -> Any:
+    """What torchvision prepares images with for a model of its own, with the weights that it has now; else ``None``."""
+    home, _, rest = name.partition(":")
+    if home != "torchvision":
+        return None  # a model of timm's says itself
+    try:
+        return library("torchvision").models.get_model_weights(rest).DEFAULT.transforms()
+    except (AttributeError, ValueError):  # no weights are known for it
+        return None
 
 
 def _timm(name: str, pretrained: bool) -> nn.Module:

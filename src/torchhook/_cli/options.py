@@ -29,6 +29,9 @@ AllowPickle = Annotated[
 Pretrained = Annotated[
     bool, typer.Option("--pretrained", help="Let the library fetch its own weights.", rich_help_panel=_MODEL)
 ]
+Random = Annotated[
+    bool, typer.Option("--random", help="Take random weights, where none are given.", rich_help_panel=_MODEL)
+]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.", rich_help_panel=_MODEL)]
 File = Annotated[
     Path | None, typer.Option("--input", "-i", help="An image, .safetensors or .txt.", rich_help_panel=_IN)

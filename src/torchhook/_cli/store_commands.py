@@ -46,6 +46,7 @@ def extract(
     weights: options.Weights = None,
     allow_pickle: options.AllowPickle = False,
     pretrained: options.Pretrained = False,
+    random: options.Random = False,
     device: options.Device = "cpu",
     json: options.Json = False,
 ) -> None:
@@ -53,7 +54,7 @@ def extract(
 
     [bold]Examples[/bold]
 
-      torchhook extract timm:vit_tiny_patch16_224 --data photos/ --sites blocks.11 --out features/ --pool mean
+      torchhook extract timm:vit_tiny_patch16_224 --pretrained --data photos/ --sites blocks.11 --pool mean
 
       torchhook extract torchvision:resnet18 --weights r18.safetensors --data photos/ -s avgpool --dtype float16
     """
@@ -63,12 +64,12 @@ def extract(
     if dtype not in (None, *_DTYPES):
         raise Trouble(f"--dtype {dtype}: use {', '.join(_DTYPES)}.")
     transform = None if pool is None else transforms.tokens("cls") if pool == "cls" else transforms.pool(pool)
-    models.say_random(model, weights, pretrained)
+    (models.say_random if random else models.refuse_random)(model, weights, pretrained)
     with console.status(f"loading {model}"):
         net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
     found = extract_to(
         net,
-        _data(data, net, inputs.Options(size=size, mean=mean, std=std)),
+        _data(data, net, model, inputs.Options(size=size, mean=mean, std=std)),
         sites,
         out,
         batch_size=batch_size,
@@ -87,9 +88,9 @@ def extract(
     _info(found, json)
 
 
-def _data(path: Path, net: Any, wanted: inputs.Options) -> Any:
+def _data(path: Path, net: Any, name: str, wanted: inputs.Options) -> Any:
     if path.is_dir():
-        return ImageFolder.for_model(path, net, **inputs.preparation(wanted))
+        return ImageFolder.for_model(path, net, **inputs.preparation_for(name, wanted))
     if path.suffix == ".safetensors":
         found = inputs.load(inputs.Options(file=path), net, "").x
         if isinstance(found, torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook._core.hooks import Turn, surely
+from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
@@ -57,15 +58,18 @@ def random_numbers() -> Callable[[], None]:
 
 @dataclasses.dataclass
 class _Mode:
-    """The mode of a module before anyone asked for another, and what those ask for who use it now."""
+    """The mode of a module before anyone asked for another, and what those ask for who use it now, by their numbers."""
 
     before: bool
-    asked: dict[object, bool] = dataclasses.field(default_factory=dict)
+    asked: dict[int, bool] = dataclasses.field(default_factory=dict)
 
 
 # By id: a user's class may define equality, or no hash. Those in use are alive, and the last user removes them.
 _modes: dict[int, _Mode] = {}
 _modes_turn = Turn()
+
+
+_askers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -74,7 +78,8 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
     Only the flags are set: a model's own ``train`` and ``eval`` may do more, merge weights for one.
     """
-    modules, asker = list(model.modules()), object()
+    modules, asker = list(model.modules()), next(_askers)
+    end = AtEnd(lambda: _leave_modes(modules, asker))
     try:
         with _modes_turn:
             for module in modules:
@@ -82,17 +87,17 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
                 module.training = training
         yield
     finally:
-        surely(lambda: _leave_modes(modules, asker))
+        end()
 
 
-def _leave_modes(modules: list[nn.Module], asker: object) -> None:
+def _leave_modes(modules: list[nn.Module], asker: int) -> None:
     with _modes_turn:
         for module in modules:
             mode = _modes.get(id(module))
             if mode is None:
                 continue  # interrupted before it got that far, or done before
             if asker in mode.asked:
-                others = [asked for other, asked in mode.asked.items() if other is not asker]
+                others = [asked for other, asked in mode.asked.items() if other != asker]
                 module.training = others[-1] if others else mode.before
                 del mode.asked[asker]
             if not mode.asked:
@@ -150,12 +155,13 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
             if id(module) not in _modes:  # else whoever asked for another mode puts it back
                 module.training = mode
 
+    end = AtEnd(give_back)
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         yield restore
     finally:
-        surely(give_back)
+        end()
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}

@@ -179,7 +179,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         name = op_name(func)
-        if name is None or own_work.busy:
+        if name is None or own_work.busy or _torch.in_fsdp():
             return func(*args, **kwargs)
         heard = [(listener, listener.current) for listener in self.listeners if listener.depth]
         for listener, _ in heard:

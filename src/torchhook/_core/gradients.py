@@ -119,19 +119,19 @@ class GradTap(Tap):
         """
         lacking = self._without_grad.pop(call, set()) if again else None
         # What passes may be on a graph, and what counts still be the recomputation.
-        blind = not torch.is_grad_enabled() and _torch.will_run_again()
+        later = not torch.is_grad_enabled() and _torch.will_run_again()
         if isinstance(value, Tensor):
-            if blind or not _differentiable(value):
+            if later or not _differentiable(value):
                 self._without_grad[call] = {""}
             elif lacking is None or lacking:
                 return take(value, lambda grad: self._arrived(grad, call))
             return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-        able = [(address, leaf) for address, leaf in leaves if not blind and _differentiable(leaf)]
-        found = [(address, leaf) for address, leaf in able if lacking is None or address in lacking]
+        able = [] if later else [(address, leaf) for address, leaf in leaves if _differentiable(leaf)]
         without = {address for address, _ in leaves} - {address for address, _ in able}
         if without or not leaves:
             self._without_grad[call] = without
+        found = [(address, leaf) for address, leaf in able if lacking is None or address in lacking]
         return self._wait_for_several(value, call, found, take, apart)
 
     def _wait_for_several(self, value: Any, call: int, found: list[Leaf], take: Take, apart: Take | None) -> Any:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchhook import _torch
+from torchhook import _torch, _torch_compiler
+from torchhook._core.scope import Scope, active
+from torchhook.errors import CompiledWarning, SessionError, warn
 
 
 def before_call(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
@@ -35,9 +37,19 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     return cast(RemovableHandle, tensor.register_hook(function))
 
 
+def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``function`` with a parameter when a gradient has been added to its ``.grad``: FSDP2 calls it too."""
+    return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(function))
+
+
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
     return node.register_hook(function)
+
+
+def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
+    """Call ``function(grad_outputs)`` before a node of the autograd graph runs, after the hooks of its tensors."""
+    return node.register_prehook(function)
 
 
 def after_backward(function: Callable[[], None]) -> None:
@@ -55,6 +67,11 @@ class TensorHandles:
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
         self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
+        self._prune()
+
+    def on_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._handles.append(on_accumulated(parameter, function))
         self._prune()
 
     def on_node(self, node: Node, function: Callable[[Any, Any], None]) -> None:
@@ -79,6 +96,20 @@ def surely(undo: Callable[[], object]) -> None:
         undo()
     finally:
         undo()
+
+
+class AtEnd:
+    """Undoes something when called, or else when dropped: an interrupt may come just before the call."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self._undo: Callable[[], object] | None = undo
+
+    def __call__(self) -> None:
+        if self._undo is not None:
+            surely(self._undo)
+            self._undo = None
+
+    __del__ = __call__
 
 
 class Turn:
@@ -120,6 +151,10 @@ class Attachment:
         """Call ``function`` with the gradients of a parameter."""
         self._undo.append(on_gradient(parameter, function).remove)
 
+    def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
+        """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
+        self._undo.append(on_accumulated(parameter, function).remove)
+
     def defer(self, undo: Callable[[], None]) -> None:
         """Call ``undo``, which may be called twice, when the hooks go."""
         self._undo.append(undo)
@@ -147,37 +182,73 @@ class Attachment:
 class _EagerStance:
     """Compiled code ignores hooks that came after compiling (pytorch#117758): run it eagerly meanwhile.
 
-    The stance belongs to the process and sessions may overlap, so the first one in sets it and the last
-    one out restores it.
+    In the contexts of the sessions that hold this; other threads keep the code that they have compiled, and compile
+    nothing new until the last session is gone: it would have the hooks of that session in it for good.
     """
 
     def __init__(self) -> None:
         self._turn = Turn()
-        self._holders: set[object] = set()
-        self._stance: Any = None
+        self._holders: dict[object, Scope | None] = {}
+        self._scopes: frozenset[Scope | None] = frozenset()
+        self._restore: Callable[[], None] | None = None
+        self.said = False
 
-    def hold(self, holder: object | None = None) -> Callable[[], None]:
-        """Force eager until the returned function is called, or ``release`` with the same ``holder``."""
+    def say_once(self, is_compiled: Callable[[], bool]) -> None:
+        """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
+        if self.said or not _torch.compiler_is_loaded() or not is_compiled():
+            return
+        self.said = True
+        warn(
+            "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. For "
+            " compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
+            CompiledWarning,
+        )
+
+    def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
+        """Force eager until the returned function is called, or ``release`` with the same ``holder``.
+
+        In the contexts that belong to ``scope``, or everywhere.
+        """
         holder = object() if holder is None else holder
         if _torch.compiler_is_loaded():
             with self._turn:
-                self._holders.add(holder)
+                self._holders[holder] = scope
                 self._settle()
         return lambda: self.release(holder)
 
     def release(self, holder: object) -> None:
-        if holder in self._holders or self._stance is not None:
+        if holder in self._holders or self._restore is not None:
             with self._turn:
-                self._holders.discard(holder)
+                self._holders.pop(holder, None)
                 self._settle()
 
     def _settle(self) -> None:
         # Each line leaves what the next call can finish: an interrupt may come between them.
-        if self._holders and self._stance is None:
-            self._stance = torch.compiler.set_stance("force_eager")
-        elif not self._holders and self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        self._scopes = frozenset(self._holders.values())
+        if self._holders and self._restore is None:
+            self._restore = _torch_compiler.take_stance(self._here)
+        elif not self._holders and self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _here(self) -> str | None:
+        """What is done with compiled code in the running context; ``None`` for what the user wants."""
+        scopes = self._scopes  # another thread may put another in its place
+        if not scopes:
+            return None
+        # Autograd recomputes on threads of its own, which belong to no context.
+        if None in scopes or not scopes.isdisjoint(active.get()) or _torch.graph_task() != -1:
+            return "force_eager"
+        return "eager_on_recompile"
 
 
 eager_stance = _EagerStance()
+
+
+def refuse_compiled_code() -> None:
+    """Say what cannot be done where the compiler follows the code: put hooks on, and take them away again."""
+    if _torch_compiler.in_compiled_code():
+        raise SessionError(
+            "a session cannot be opened inside compiled code, which ignores hooks that come and go. Open it around the "
+            "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True)."
+        )

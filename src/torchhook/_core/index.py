@@ -10,14 +10,18 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from torchhook import _torch_compiler
+
 
 class Index:
     """The names of a model: modules by path, parameters and buffers by path."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {type(model).__name__}")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
+        self._root = model
         self.modules = dict(walk(model))
+        self._model = model
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[nn.Module, str]]:
@@ -30,12 +34,21 @@ class Index:
             if tensor is not None
         }
 
+    def is_compiled(self) -> bool:
+        """Whether the model or a part of it was compiled."""
+        return any(_torch_compiler.is_compiled(module) for module in self._root.modules())
+
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
     @functools.cached_property
     def distinct(self) -> dict[int, nn.Module]:
         """Every module once, by id."""
         return {id(module): module for module in self.modules.values()}
+
+    @functools.cached_property
+    def wrappers(self) -> list[nn.Module]:
+        """What DDP, FSDP and their like put around modules."""
+        return [module for module in self._model.modules() if id(module) not in self.distinct]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:
@@ -47,6 +60,14 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def described(value: object) -> str:
+    """What somebody has given for a model, and what would be one."""
+    kind = type(value).__name__
+    if kind != "ExportedProgram":
+        return kind
+    return f"{kind}: torch.export.unflatten(program) makes a module of it whose layers are called"
 
 
 def is_callable(module: nn.Module) -> bool:

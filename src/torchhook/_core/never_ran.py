@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
@@ -12,6 +13,7 @@ from torchhook._core.gradients import GradTap
 from torchhook._core.index import Index, unwrapped
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
 from torchhook._recording.address import Site
 from torchhook.errors import suggestion
@@ -58,6 +60,11 @@ def cause(
         known = taps.get(id(module))
         if known is not None and known.ran == 0:
             return f"{path!r}, which holds it, did not run either: a branch that was not taken?"
+    if any(isinstance(module, torch.fx.GraphModule) for _, module in around):
+        return (
+            "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
+            "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
+        )
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "
@@ -69,6 +76,7 @@ class Replacements:
     """What took the place of modules and parameters since the session opened."""
 
     def __init__(self, index: Index) -> None:
+        self._index = index
         self._modules = index.modules
         self._known = {"": ""}
 
@@ -81,9 +89,16 @@ class Replacements:
             path = target.site.path
             return self._known[path] if path in self._known else self._at(path)
         known = followed.get(target.site)
-        if known is not None and getattr(target.module, target.tensor, None) is not known:
+        if known is not None and not self._is_at_home(known, target.module, target.tensor):
             return f"{target.site.path!r} is another tensor now"
         return self._at(target.site.path.rpartition(".")[0])
+
+    def _is_at_home(self, parameter: Tensor, module: nn.Module, name: str) -> bool:
+        if getattr(module, name, None) is parameter:
+            return True
+        # FSDP puts another tensor in its place while the module runs.
+        home = Homes(self._index).of(module, name)
+        return home is not None and home.parameter is parameter
 
     def _at(self, path: str) -> str:
         found = self._known.get(path)

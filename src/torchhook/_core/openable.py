@@ -22,6 +22,10 @@ class Openable:
         """To be called when nothing can fail any more: who could not be made has not been forgotten either."""
         self._life = "made"
 
+    @property
+    def is_open(self) -> bool:
+        return self._life == "open"
+
     def open(self: Self) -> Self:
         """Begin, until ``close``."""
         if self._life != "made":

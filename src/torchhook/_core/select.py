@@ -173,6 +173,9 @@ def _name_hint(index: Index, path: str) -> str:
     dotted = re.sub(r"\[(\d+)\]", r".\1", path)  # blocks[3], as one writes it in Python
     if dotted != path and dotted in index.modules:
         return f"Did you mean {dotted!r}?"
+    flat = next((name for name in index.tensors if _last(name) == "_flat_param"), None)
+    if flat is not None and path.rpartition(".")[0] in index.modules:
+        return f"FSDP has made parameters one, as {flat!r}: with use_orig_params=True they keep their names."
     return suggestion(path, index.modules if path.count(".") == 0 else [*index.modules, *index.tensors])
 
 

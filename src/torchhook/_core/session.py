@@ -19,14 +19,18 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.lost_gradients import Units
+from torchhook._core.parameters import ParameterGradients
+from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, never_opened, warn
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -41,6 +45,7 @@ class Session:
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
     ) -> None:
+        hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
@@ -49,6 +54,10 @@ class Session:
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self.gathers: Together | None = None
+        """With the other ranks, where the gradients of parameters are wanted whole."""
+        self.reduced = False
+        """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
@@ -81,6 +90,7 @@ class Session:
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         targets = list(targets)
+        units = Units(self.index) if keep.mode in ("live", "reference") else None
         whole = {target.site for target in targets if target.site.call is None}
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
@@ -88,6 +98,8 @@ class Session:
             for name in self._other_names(target):
                 self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
+            if units:
+                recorder = _checked(units.checked(target.site), recorder)
             if before_edits:
                 tap = self._taps.of(target)
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
@@ -184,6 +196,9 @@ class Session:
     def _open(self) -> Session:
         if self._removal is not None:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
+        self._given_as = ""  # one that is refused was not forgotten
+        hooks.refuse_compiled_code()
+        hooks.eager_stance.say_once(self.index.is_compiled)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
@@ -192,10 +207,13 @@ class Session:
             for keep in self._keeps:
                 attachment.defer(keep.release)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
-            hooks.eager_stance.hold(attachment)
+            hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
             attachment.defer(taps.handles.remove)
             attachment.defer(taps.aliases.settle)
             attachment.defer(self.scope.leave)
+            if self.gathers is not None:
+                attachment.defer(self.gathers.close)
+                self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
                 enter, leave = taps.listener.boundaries()
@@ -204,9 +222,10 @@ class Session:
                     attachment.attach(leave, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
-            for target, grad_tap in taps.parameters:
-                parameter = self._followed[target.site] = live_tensor(target)
-                attachment.follow(parameter, grad_tap.arrived_at_parameter)
+            if taps.parameters:
+                gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
+                for target, grad_tap in taps.parameters:
+                    self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()
             if self._own_threads_only:
                 self.scope.enter()
@@ -232,6 +251,7 @@ class Session:
         try:
             if error is not None:
                 functional.unwind(self._depths)
+                self._explain(error)
         finally:
             self._close(None if stopped else error)
         return stopped
@@ -259,6 +279,12 @@ class Session:
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
             warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+
+    def _explain(self, error: BaseException) -> None:
+        """A loss on a value that is off the graph: torch does not know who took it off."""
+        detached = any(keep.mode in ("copy", "clone") for keep in self._keeps)
+        if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+            hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
@@ -308,6 +334,10 @@ class Session:
 
 # What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
 # and with it the hooks, alive for as long as the model.
+
+
+def _checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
+    return look if check is None else lambda value, call: look(check(value), call)
 
 
 def _looked_at_first(tap: Tap, look: Look) -> Edit:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from torchhook._core import offload
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
 from torchhook._core.hooks import TensorHandles
@@ -145,4 +146,6 @@ class Taps:
 
 
 def _pass_tensor(tap: Tap, target: Target) -> None:
-    tap.take(live_tensor(target))
+    assert target.tensor is not None
+    with offload.read(target.module, target.tensor) as tensor:
+        tap.take(tensor)

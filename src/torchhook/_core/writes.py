@@ -18,11 +18,14 @@ from torchhook._torch import sequence_number, version
 TensorHook = Callable[[Tensor], Tensor | None]
 """Takes the gradient of a tensor, and may return another to go on with."""
 
+Step = tuple[int, int]
+"""A step of the graph by its number, and which of its results."""
+
 LONG = 64
 """More views of views, or writes to one tensor, than anyone follows."""
 
 
-def first_write(whole: Tensor, step: tuple[int, int]) -> tuple[Any, list[int]] | None:
+def first_write(whole: Tensor, step: Step) -> tuple[Any, list[int]] | None:
     """The write whose input is the result of ``step``, and where among its inputs that is."""
     node = whole.grad_fn
     for _ in range(LONG):
@@ -35,7 +38,7 @@ def first_write(whole: Tensor, step: tuple[int, int]) -> tuple[Any, list[int]] |
     return None
 
 
-def step_of(tensor: Tensor) -> tuple[int, int] | None:
+def step_of(tensor: Tensor) -> Step | None:
     """The step that made a tensor, and where among its results it is; ``None`` for a leaf."""
     return None if tensor.grad_fn is None else (sequence_number(tensor.grad_fn), tensor.output_nr)
 

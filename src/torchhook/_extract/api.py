@@ -35,7 +35,7 @@ def extract(
     shard_bytes: int | None = None,
     ids: Part = None,
     labels: Part = None,
-    lengths: str | int | Callable[[Any], Any] | None = None,
+    lengths: Part = None,
     input_fn: Callable[[Any], Any] | None = None,
     engine: str = "local",
     workers: int | None = None,
@@ -65,8 +65,8 @@ def extract(
 
     Args:
         model: The model; it may be in any mode and on any device.
-        data: A data set, a ``DataLoader``, a tensor of rows, an iterable of batches (of rows, with ``batch_size``), or
-            the path of a folder of images.
+        data: A data set, a ``DataLoader``, a tensor of rows, an iterable of batches (of rows, with ``batch_size``), a
+            list that can only hold the one or the other, or the path of a folder of images.
         sites: What to keep, by any selector: an address (``"layer4"``, ``"fc:input"``, ``"(model)"``), a glob, a
             module type, a list of these, …
         out: A folder, or a URL that fsspec knows (``s3://…``).
@@ -80,8 +80,10 @@ def extract(
         ids: A name for each row: a key or position in the batch, a function of it, or one value for every row. By
             default those that the data set has, as image folders do.
         labels: As ``ids``. By default those in the usual places of a batch; ``False`` leaves them out.
-        lengths: Cuts ``(N, T, ...)`` values to rows of their own length: a key or position in the batch, or a function
-            of it, that gives lengths ``(N,)`` or a mask ``(N, T)``. By default rows stay whole.
+        lengths: What is padding, and cuts ``(N, T, ...)`` values to rows of their own length: a key or position in the
+            batch, or a function of it, that gives lengths ``(N,)`` or a mask ``(N, T)``, or one number for every row.
+            By default rows stay whole, and transforms leave out what the model's own attention mask says;
+            with ``False`` nothing is taken for padding.
         input_fn: From a batch to what the model is called with: a tuple is the positional arguments, a dict the keyword
             arguments, anything else the one argument. By default the usual structures are understood.
         engine: ``"local"``, ``"torchrun"`` (each rank calls this), or ``"ray"``.

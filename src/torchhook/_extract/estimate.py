@@ -17,6 +17,7 @@ import torch
 from torchhook._extract.batches import Batch
 from torchhook._extract.fill import Extras, extra_columns, site_columns
 from torchhook._extract.forward import Forward
+from torchhook._extract.one_row import Square, try_one_row
 from torchhook._extract.sources import Source
 from torchhook._extract.task import FirstBatch
 from torchhook._features.api import ColumnSpec, Manifest, shown
@@ -79,19 +80,20 @@ def _measured(
     forward: Forward, batch: Batch, extras: Extras, device: torch.device, dtype: torch.dtype | None
 ) -> Measure:
     good = batch.good
-    mask = extras.mask(batch.value)
+    said = extras.padding(batch.value, batch.start, good)
     found: dict[str, tuple[ColumnSpec, int]] = {}
     calls: Counter[str] = Counter()
     values: dict[str, Any] = {}
 
     def look(site: str, value: Any) -> None:
         calls[site] += 1
-        for spec, nbytes in site_columns(site, value, len(good), mask, dtype):
+        for spec, nbytes in site_columns(site, value, len(good), said, dtype):
             found[spec.name] = spec, nbytes
         values[site] = tree.map_tensors(torch.clone, value)  # a layer that comes later may work in place
 
     # Whole: a layer may run again after the last site was seen, and then its address is not enough.
-    seconds = _timed(lambda: forward(batch.value, device, look, stop=False), device)
+    square = Square(batch.value, len(good))
+    seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
     for site, times in calls.items():
         if times > 1:
             name = shown(site)
@@ -99,6 +101,8 @@ def _measured(
                 f"{name!r} runs {times} times in one forward pass: say which call is meant, "
                 f"'{name}#0' to '{name}#{times - 1}'."
             )
+    if square.found:
+        try_one_row(forward, batch, extras, device)
     # As they were asked for, not as they ran: runs are compared by this list.
     ordered = [c for site in forward.sites for c in found if c == site or c.startswith(f"{site}[")]
     own = extra_columns(extras.of(batch.value, batch.start, good))

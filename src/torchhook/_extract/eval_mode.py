@@ -16,6 +16,7 @@ from torch import nn
 
 from torchhook._core import calling
 from torchhook._core.hooks import Turn
+from torchhook._core.offload import has_offloaded
 from torchhook.errors import ExtractError
 
 
@@ -58,7 +59,9 @@ def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterat
 
 
 def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
-    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    # Weights that are offloaded are nowhere now, and must not be moved: what takes care of them moves the inputs, too.
+    offloaded = has_offloaded(model)
+    homes = {t.device for t in (*model.parameters(), *model.buffers()) if not (offloaded and t.device.type == "meta")}
     home = next(iter(homes), torch.device("cpu"))
     there = home if device is None else torch.device(device)
     if str(there) == "cuda":  # to torch, it does not equal cuda:0
@@ -66,7 +69,8 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     known = _models.get(id(model))
     if known is None:
         # A model on several devices stays where it is: it knows how its parts belong together.
-        known = _Moved(there, home, there != home and len(homes) == 1, calling.buffers(model))
+        moves = there != home and len(homes) == 1 and not offloaded
+        known = _Moved(there, home, moves, calling.buffers(model))
         _models[id(model)] = known
     elif device is not None and there != known.there:
         raise ExtractError(f"another thread extracts from this model on {known.there}: it cannot be on {there} too.")

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from torchhook._extract import inputs
 from torchhook._extract.forward import parts
+from torchhook._extract.padding import Said
 from torchhook._extract.slabs import Ragged, Slab, in_range
 from torchhook._features.api import IDS, LABELS, ColumnSpec, shown
 from torchhook._recording.tensor_file import DTYPES
+from torchhook._values import tree
 from torchhook._values.host_copies import HostCopies
-from torchhook.errors import ExtractError
+from torchhook._values.padding import given
+from torchhook.errors import ExtractError, TransformError
 from torchhook.transforms import Rows
 
 _PLAIN = torch.contiguous_format  # slabs are; a transfer between two memory formats is no plain copy of bytes
@@ -59,7 +62,7 @@ class Extras:
 
     def __init__(self, ids: inputs.Part, labels: inputs.Part, lengths: inputs.Part, rows: int | None) -> None:
         self.ids, self.labels, self.lengths = ids, labels, lengths
-        for keyword, part in (("ids", ids), ("labels", labels)):
+        for keyword, part in (("ids", ids), ("labels", labels), ("lengths", lengths)):
             if _is_table(part) and rows is not None and len(part) != rows:  # type: ignore[arg-type]
                 raise ExtractError(f"{keyword}= has {len(part)} values, the data {rows} rows.")  # type: ignore[arg-type]
 
@@ -73,12 +76,17 @@ class Extras:
         }
         return {name: _plain(name, value, len(good)) for name, value in found.items() if value is not None}
 
-    def mask(self, batch: Any) -> Tensor | None:
-        """Which positions of each row count: a mask ``(rows, T)``, or lengths ``(rows,)``."""
+    def padding(self, batch: Any, start: int, good: Sequence[int]) -> Said:
+        """What ``lengths=`` says about the rows of a batch."""
         if self.lengths is None or self.lengths is False:
-            return None
-        # On the host, where the offsets of rows are needed; what a loader gives is still there.
-        return torch.as_tensor(inputs.part_of(batch, self.lengths, "lengths")).cpu()  # type: ignore[arg-type]
+            return self.lengths
+        value = _chosen(self.lengths, batch, start, good, "lengths")
+        # Lengths count positions of what the batch holds: the width of a layer can be checked against that.
+        sizes = {size for tensor in tree.tensors(batch) if not tensor.is_nested for size in tensor.shape[1:]}
+        try:
+            return given("lengths=", value, len(good), sizes)
+        except TransformError as error:
+            raise ExtractError(str(error)) from error
 
 
 def _is_table(part: inputs.Part) -> bool:
@@ -106,7 +114,9 @@ def _plain(name: str, value: Any, rows: int) -> Any:
 
 
 def _text(text: str) -> Tensor:
-    data = bytearray(text.encode())  # torch warns of memory that it must not write to, and takes no empty one
+    # Names of files may be any bytes, which Python holds as surrogates: as \xe9, they can be read by everybody.
+    readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    data = bytearray(readable.encode())  # torch warns of memory that it must not write to, and takes no empty one
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -120,9 +130,9 @@ class Fill:
         self.specs = {spec.name: spec for spec in specs}
         self.copies = copies
 
-    def begin(self, into: list[Piece], rows: int, first_row: int, mask: Tensor | None) -> None:
+    def begin(self, into: list[Piece], rows: int, first_row: int, said: Said) -> None:
         # Kept here, because a hook brings nothing but its site and value.
-        self.into, self.rows, self.first_row, self.mask = into, rows, first_row, mask
+        self.into, self.rows, self.first_row, self.said = into, rows, first_row, said
 
     def extras(self, values: dict[str, Any]) -> None:
         """Ids and labels of the batch."""
@@ -169,8 +179,9 @@ class Fill:
                 slab.columns[spec.name].put(at, safe[low:high], self.copies)  # type: ignore[call-arg]
 
     def _put_ragged(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
+        real = None if isinstance(value, Rows) else _real(spec.name, value, self.said)
         for slab, at, low, high in self.into:
-            items, lengths = _items(value, low, high, self.mask)
+            items, lengths = _items(value, low, high, real)
             if tuple(items.shape[1:]) != spec.shape:
                 raise ExtractError(
                     f"{shown(spec.name)!r}: items of shape {spec.shape} in the first batch, "
@@ -181,10 +192,7 @@ class Fill:
             ragged.put(at, in_range(items, spec.dtype), lengths, self.copies)
 
     def _check_rows(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
-        if len(value) != self.rows:
-            raise ExtractError(
-                f"{shown(spec.name)!r}: {len(value)} rows for a batch of {self.rows}. {self._where()} {_ROWS_HINT}"
-            )
+        _check_number_of_rows(spec.name, value, self.rows, self._where())
         for dtype in {row.dtype for row in value} if isinstance(value, Rows) else (value.dtype,):
             if not _holds(spec.dtype, dtype):
                 raise ExtractError(
@@ -207,6 +215,16 @@ def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
+def _check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str = "") -> None:
+    if isinstance(value, Tensor) and not value.dim():
+        raise ExtractError(
+            f"{shown(name)!r} is a single number for a batch of {rows} rows, as a loss is. {where} Choose another "
+            "site, or of several values those that have rows, with transforms.pick."
+        )
+    if len(value) != rows:
+        raise ExtractError(f"{shown(name)!r}: {len(value)} rows for a batch of {rows}. {where} {_ROWS_HINT}")
+
+
 _ROWS_HINT = "Dim 0 must be the rows; a transform can choose or reorder what is kept."
 _RAGGED_HINT = (
     "For rows of different lengths say lengths= (a field of the batch, or a function of it: lengths or a mask), "
@@ -214,18 +232,22 @@ _RAGGED_HINT = (
 )
 
 
-def _items(value: Tensor | Rows, low: int, high: int, mask: Tensor | None) -> tuple[Tensor, list[int]]:
+def _real(name: str, value: Tensor, said: Said) -> Tensor:
+    """Which positions of the rows of a value are stored."""
+    assert said
+    try:
+        mask = said.at(len(value), value.shape[1])
+    except TransformError as error:
+        raise ExtractError(f"{shown(name)!r}: {error}") from error
+    return torch.ones(value.shape[:2], dtype=torch.bool) if mask is None else mask
+
+
+def _items(value: Tensor | Rows, low: int, high: int, real: Tensor | None) -> tuple[Tensor, list[int]]:
     """Rows of different lengths as one tensor, and their lengths."""
     if isinstance(value, Rows):
         return torch.cat(list(value[low:high])), [len(row) for row in value[low:high]]
-    assert mask is not None
-    width = value.shape[1]
-    if mask.dim() == 1:
-        chosen = torch.arange(width) < mask[low:high, None]
-    else:
-        if mask.shape[1] != width:
-            raise ExtractError(f"lengths=: a mask of {mask.shape[1]} positions for values of {width}.")
-        chosen = mask[low:high].bool()
+    assert real is not None
+    chosen = real[low:high]
     # Counted on the host: value[chosen] would make it wait until the GPU has counted.
     positions = chosen.reshape(-1).nonzero().squeeze(1)
     items = value[low:high].flatten(0, 1).index_select(0, positions.to(value.device, non_blocking=True))
@@ -233,16 +255,16 @@ def _items(value: Tensor | Rows, low: int, high: int, mask: Tensor | None) -> tu
 
 
 def site_columns(
-    site: str, value: Any, rows: int, mask: Tensor | None, dtype: torch.dtype | None
+    site: str, value: Any, rows: int, said: Said, dtype: torch.dtype | None
 ) -> list[tuple[ColumnSpec, int]]:
     """The columns that a site's value makes, and the bytes of its rows in the first batch."""
     found = []
     for name, part in parts(site, value):
-        if len(part) != rows or (isinstance(part, Tensor) and not part.dim()):
-            raise ExtractError(f"{shown(name)!r}: {len(part)} rows for a batch of {rows}. {_ROWS_HINT}")
+        _check_number_of_rows(name, part, rows)
         # (N, C) cannot be told from (N, T): a value of two dims is taken for a pooled one, and stays whole.
-        ragged = isinstance(part, Rows) or (mask is not None and part.dim() >= 3)
-        items = _items(part, 0, rows, mask)[0] if ragged else part
+        ragged = isinstance(part, Rows) or (bool(said) and part.dim() >= 3)
+        real = _real(name, part, said) if ragged and isinstance(part, Tensor) else None
+        items = _items(part, 0, rows, real)[0] if ragged else part
         assert isinstance(items, Tensor)
         kept = dtype if dtype is not None and items.is_floating_point() else items.dtype
         if kept not in DTYPES:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
+from torchhook._core.offload import read
 from torchhook._values import tree
+from torchhook._values.subclasses import is_distributed, local
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 17  # a block and its products stay in the cache
@@ -35,10 +37,10 @@ def of_model(model: nn.Module) -> str:
     for name, module in index.modules.items():
         digest.update(f"{name} {type(module).__qualname__} {_ADDRESS.sub('', module.extra_repr())}".encode())
     for name, (module, own) in index.tensors.items():
-        tensor = getattr(module, own)
-        if isinstance(tensor, Tensor):
-            count += 1
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_contents(tensor)}".encode())
+        with read(module, own) as tensor:
+            if isinstance(tensor, Tensor):
+                count += 1
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_contents(tensor)}".encode())
     return f"{type(index.modules['']).__name__} {count} tensors {digest.hexdigest()[:12]}"
 
 
@@ -46,7 +48,9 @@ def of_model(model: nn.Module) -> str:
 def _contents(tensor: Tensor) -> str:
     """Sums of all items, read as integers and weighted by their places: exact on every device and in any order."""
     try:
-        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        # Else all models of one shape whose weights are torchao's would pass for the same.
+        plain = tensor if is_distributed(tensor) else local(tensor)
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
         flat = plain.detach().contiguous().reshape(-1)
         # A view as wide integers must begin at one.
         if flat.storage_offset() * flat.element_size() % 8:

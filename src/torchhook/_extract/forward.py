@@ -14,10 +14,13 @@ from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._extract import inputs
+from torchhook._extract.padding import PaddingOf, Said, Trial
 from torchhook._features.api import shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
-from torchhook.errors import ExtractError, SelectorError, suggestion
+from torchhook._values.padding import Known, knowing
+from torchhook._values.tree import Inputs
+from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
 from torchhook.transforms import Rows
 
 Put = Callable[[str, Any], None]
@@ -48,6 +51,7 @@ class Forward:
                 kind = "a parameter" if target.tensor is not None else "a gradient"
                 raise ExtractError(f"{target.site.shown!r} is {kind}: only what the forward pass makes has rows.")
         self.transforms = _by_site(transform, self.index, self.targets)
+        self.padding = PaddingOf(model, self.targets)
         self.transform: Transform | dict[str, Transform] | None
         """What was asked for, by the names of sites where it is not the same for all: what a store remembers."""
         if isinstance(transform, Mapping):
@@ -64,21 +68,52 @@ class Forward:
         self.index = Index(self.model)
         self.targets = resolve(self.index, state["targets"])
 
-    def __call__(self, batch: Any, device: torch.device, put: Put, stop: bool = True) -> None:
-        """Run a batch; ``put`` is called inside the hooks, when the value is still what the layer produced."""
-        args, kwargs = inputs.move(inputs.call_of(batch, self.model, self.input_fn), device)
+    def __call__(
+        self, batch: Any, device: torch.device, put: Put, stop: bool = True, said: Said = None, see: Put | None = None
+    ) -> None:
+        """Run a batch; ``put`` is called inside the hooks, when the value is still what the layer produced.
+
+        ``said`` is what the user says about its padding; left out, the model's own mask is looked for. ``see`` is
+        called with values as they pass, before any transform.
+        """
+        given = inputs.call_of(batch, self.model, self.input_fn)
+        # On the host, before anything moves: a question about tensors on a GPU would wait for it.
+        known = self.padding(given, batch, said, wanted=any(self.transforms.values()))
+        call = inputs.move(given, device)
+        # One padded batch tells as much as all of them.
+        trial = Trial(call, known, bool(said), self._in_halves()) if known and not self.padding.tried else None
+        self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
+        self.padding.say_unknown(known)
+        if trial is not None:
+            self.padding.tried = trial.run(lambda one, look: self._run(one, device, look, {}, stop=True))
+
+    def _run(
+        self,
+        call: Inputs,
+        device: torch.device,
+        put: Put,
+        known: Mapping[str, Known],
+        stop: bool,
+        see: Put | None = None,
+    ) -> None:
         # For each batch, because a session opens once; the index serves all of them.
         session = Session(self.model, index=self.index, warn=False)
         for target in self.targets:
             site = str(target.site)
-            session.look(target, _hand_on(site, self.transforms[site], put))
+            if see is not None:
+                session.look(target, _shown_to(see, site))
+            session.look(target, _hand_on(site, self.transforms[site], known.get(site), put))
         if stop:
             session.stop_when_seen(self.targets)
         # Not inference_mode: what a model keeps for itself, a cache of positions, could not be trained with later.
         with torch.no_grad(), self._autocast(device), session:
-            self.model(*args, **kwargs)
+            self.model(*call.args, **call.kwargs)
         for site, why in session.recording.missing.items():
             raise ExtractError(f"{shown(site)!r} did not run: {why}")
+
+    def _in_halves(self) -> bool:
+        """Whether numbers are rounded so much that those of two batches may differ."""
+        return bool(self.autocast) or any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
 
     def _autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         if not self.autocast:
@@ -86,8 +121,23 @@ class Forward:
         return torch.autocast(device.type, None if self.autocast is True else self.autocast)
 
 
-def _hand_on(site: str, transform: Transform | None, put: Put) -> Look:
-    return lambda value, call: put(site, value if transform is None else transform(value))
+def _shown_to(see: Put, site: str) -> Look:
+    return lambda value, call: see(site, value)
+
+
+def _hand_on(site: str, transform: Transform | None, known: Known | None, put: Put) -> Look:
+    if transform is None:
+        return lambda value, call: put(site, value)
+
+    def transformed(value: Any, call: int) -> None:
+        try:
+            with knowing(known):
+                kept = transform(value)
+        except TransformError as error:
+            raise TransformError(f"{shown(site)!r}: {error}") from error
+        put(site, kept)
+
+    return transformed
 
 
 # -- which transform a site has -----------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,18 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", 
 class ImageFolder(Dataset[Any]):
     """Every image below a folder, in the order of their paths. Images in folders of their own are labelled by them.
 
-    ``ids`` are the paths, relative to the folder. Images are resized by the shorter side, cropped in the middle and
-    normalized; ``for_model`` takes these settings from a timm model.
+    ``ids`` are the paths, relative to the folder. Images are turned as their camera was held, resized by the shorter
+    side, cropped in the middle and normalized; ``for_model`` takes these settings from a timm model.
+
+    Args:
+        root: The folder.
+        size: The height and width that the model wants, one number for both.
+        crop: The share of the resized image that is left of it.
+        mean: What is subtracted from each channel of an image in [0, 1].
+        std: What each channel is divided by afterwards.
+        interpolation: How pillow resizes.
+        prepare: A function of an RGB image of pillow's, in place of all of the above: ``weights.transforms()`` of
+            torchvision's, say.
     """
 
     def __init__(
@@ -34,6 +45,7 @@ class ImageFolder(Dataset[Any]):
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
         interpolation: str = "bicubic",
+        prepare: Callable[[Any], Tensor] | None = None,
     ) -> None:
         self.root = Path(root)
         if not self.root.is_dir():
@@ -49,21 +61,26 @@ class ImageFolder(Dataset[Any]):
         numbers = {name: i for i, name in enumerate(self.classes)}
         self.labels = [numbers[folder] for folder in folders] if self.classes else None
         self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.crop, self.interpolation = crop, interpolation
+        self.crop, self.interpolation, self.prepare = crop, interpolation, prepare
         self.mean = torch.tensor(mean).reshape(-1, 1, 1)
         self.std = torch.tensor(std).reshape(-1, 1, 1)
 
     @classmethod
     def for_model(cls, root: str | os.PathLike[str], model: nn.Module, **changes: Any) -> ImageFolder:
-        """With the settings that the model carries (``pretrained_cfg``, as timm's do), else those of ImageNet."""
+        """With the settings that the model carries (``pretrained_cfg``, as timm's do), else those of ImageNet.
+
+        Images for a model of timm's are prepared by timm itself.
+        """
         known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
         settings: dict[str, Any] = {}
         if isinstance(known, dict):
-            names = {"mean": "mean", "std": "std", "crop_pct": "crop", "interpolation": "interpolation"}
-            settings = {ours: known[theirs] for theirs, ours in names.items() if known.get(theirs)}
+            settings = {ours: known[theirs] for ours, theirs in _SETTINGS.items() if known.get(theirs)}
             if known.get("input_size"):
                 settings["size"] = tuple(known["input_size"][-2:])
-        return cls(root, **{**settings, **changes})
+        settings |= changes
+        if "prepare" not in settings and type(model).__module__.startswith("timm."):
+            settings["prepare"] = _timms_own(model, changes)
+        return cls(root, **settings)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,9 +92,11 @@ class ImageFolder(Dataset[Any]):
     def load(self, name: str) -> Tensor:
         """One image as the model sees it."""
         pillow = require("PIL.Image", "images")
-        height, width = self.size
         with pillow.open(self.root / name) as opened:
-            image = opened.convert("RGB")  # reads the file, which is closed after this
+            image = _colors(name, opened)  # reads the file, which is closed after this
+        if self.prepare is not None:
+            return self.prepare(image)
+        height, width = self.size
         scale = max(height / self.crop / image.height, width / self.crop / image.width)
         # Rounding may lose a pixel, and a crop beyond the edge would be black there.
         large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
@@ -86,3 +105,36 @@ class ImageFolder(Dataset[Any]):
         # Not asarray: it gives memory that cannot be written to, and torch warns of that.
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std
+
+
+# Our names of timm's settings.
+_SETTINGS = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}
+
+
+def _timms_own(model: nn.Module, changes: dict[str, Any]) -> Callable[[Any], Tensor]:
+    """What timm prepares images with for this model, changed where the user says so."""
+    timm = importlib.import_module("timm.data")
+    config = dict(timm.resolve_model_data_config(model))
+    config |= {_SETTINGS[name]: value for name, value in changes.items() if name in _SETTINGS}
+    if "size" in changes:
+        size = changes["size"]
+        config["input_size"] = (3, size, size) if isinstance(size, int) else (3, *size)
+    prepare: Callable[[Any], Tensor] = timm.create_transform(**config, is_training=False)
+    return prepare
+
+
+def _colors(name: str, opened: Any) -> Any:
+    """An RGB image, turned upright, of eight bits; pillow itself would cut off all above 255."""
+    image = require("PIL.ImageOps", "images").exif_transpose(opened)
+    if image.mode == "F" or image.mode.startswith("I"):
+        pixels = np.array(image)
+        # Sixteen bits are whole numbers up to 65,535; floats have no range of their own, but everybody's is [0, 1].
+        most = 1 if image.mode == "F" else 65535
+        low, high = float(pixels.min()), float(pixels.max())
+        if not (low >= 0 and high <= most):
+            raise ValueError(
+                f"{name}: {'float' if most == 1 else 'integer'} pixels from {low:g} to {high:g}, expected 0 to {most}. "
+                "Convert such images, or load them in a data set of your own."
+            )
+        image = require("PIL.Image", "images").fromarray((pixels / most * 255).round().astype(np.uint8))
+    return image.convert("RGB")

@@ -18,6 +18,7 @@ from torchhook.errors import ExtractError, suggestion
 Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | None"
 """A key or position in the batch, a function of the batch, or one value for every row of the data set."""
 
+_MASKS = ("attention_mask", "mask")
 _LABELS = ("label", "labels", "target", "targets", "y")
 # Even where forward takes them: models of transformers have a parameter for labels, and compute a loss if it is given.
 _NOT_INPUTS = frozenset({*_LABELS, "id", "ids", "idx", "index", "path", "paths", "name", "key"})
@@ -42,8 +43,9 @@ def rows_in(batch: Any) -> int:
 def call_of(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None) -> Inputs:
     """What to call the model with.
 
-    A tensor is the input; of a tuple or list, the first part is; a mapping or dataclass gives keyword arguments, those
-    that the model's forward takes. What ``input_fn`` returns is taken as it is: a tuple is all positional arguments.
+    A tensor is the input; of a tuple or list, the first part is, and a mask of it that comes second; a mapping or
+    dataclass gives keyword arguments, those that the model's forward takes. What ``input_fn`` returns is taken as it
+    is: a tuple is all positional arguments.
     """
     if input_fn is not None:
         made = input_fn(batch)
@@ -52,15 +54,40 @@ def call_of(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None)
         if isinstance(made, tuple):
             return Inputs(made, {})
         return Inputs((), dict(made)) if isinstance(made, Mapping) else Inputs((made,), {})
-    fields = _fields(batch)  # before tuples: a named one is both
+    fields = fields_of(batch)  # before tuples: a named one is both
     if fields is not None:
         return _keywords(fields, model)
     if isinstance(batch, (tuple, list)) and batch:
-        return call_of(batch[0], model, None)
+        mask = mask_beside(batch)
+        wanted = [] if mask is None else [n for n in _MASKS if n in inspect.signature(model.forward).parameters]
+        call = call_of(batch[0], model, None)
+        return Inputs(call.args, {**call.kwargs, wanted[0]: mask}) if wanted else call
     return Inputs((torch.as_tensor(batch) if isinstance(batch, np.ndarray) else batch,), {})
 
 
-def _fields(batch: Any) -> dict[str, Any] | None:
+def mask_beside(batch: Any) -> Tensor | None:
+    """The second part of a batch, if it is the mask of the token ids that are the first.
+
+    Zeros and ones alone may also be token types, or labels: a mask has the same id wherever it is zero.
+
+    >>> mask_beside([torch.tensor([[5, 6], [7, 0]]), torch.tensor([[1, 1], [1, 0]])]).tolist()
+    [[1, 1], [1, 0]]
+    >>> mask_beside([torch.tensor([[5, 6], [7, 8]]), torch.tensor([[0, 1], [0, 1]])]) is None
+    True
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        return None
+    ids, mask = batch[:2]
+    if not (isinstance(ids, Tensor) and isinstance(mask, Tensor)) or ids.dim() != 2 or ids.shape != mask.shape:
+        return None
+    if ids.is_floating_point() or not bool(((mask == 0) | (mask == 1)).all()):
+        return None
+    under = ids[mask == 0]
+    return mask if under.numel() == 0 or bool((under == under[0]).all()) else None
+
+
+def fields_of(batch: Any) -> dict[str, Any] | None:
+    """The parts of a batch by their names, if they have names."""
     if isinstance(batch, Mapping):
         return {str(key): value for key, value in batch.items()}
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -89,8 +116,13 @@ def _keywords(fields: dict[str, Any], model: nn.Module) -> Inputs:
 
 
 def labels_of(batch: Any) -> Any:
-    """The labels of a batch that has an obvious place for them: the second of two, or a field of that name."""
-    fields = _fields(batch)
+    """The labels of a batch that has an obvious place for them: the second of two, or a field of that name.
+
+    A mask does not count: after token ids and their mask, they are the third.
+    """
+    if mask_beside(batch) is not None:
+        batch = [batch[0], *batch[2:]]
+    fields = fields_of(batch)
     if fields is not None:
         found = next((fields[key] for key in _LABELS if key in fields), None)
     else:
@@ -106,7 +138,7 @@ def part_of(batch: Any, part: str | int | Callable[[Any], Any], keyword: str) ->
     """The part of a batch that ``ids=``, ``labels=`` or ``lengths=`` names."""
     if callable(part):
         return part(batch)
-    fields = _fields(batch)
+    fields = fields_of(batch)
     if isinstance(part, str):
         if fields is None or part not in fields:
             raise ExtractError(

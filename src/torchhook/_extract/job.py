@@ -47,7 +47,7 @@ class Request:
     shard_bytes: int | None
     ids: Part
     labels: Part
-    lengths: str | int | Callable[[Any], Any] | None
+    lengths: Part
     input_fn: Callable[[Any], Any] | None
     engine: str
     workers: int | None

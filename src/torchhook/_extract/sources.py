@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import rows_in
-from torchhook.errors import ExtractError
+from torchhook._extract.iterables import Worked, holds_batches
+from torchhook.errors import DataWarning, ExtractError, warn
 
 BATCH = 32
 LOOK = 16
@@ -145,7 +146,9 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
     data = _giving_tensors(data)
     if isinstance(data, IterableDataset):
         loader = DataLoader(data, batch_size or BATCH, generator=torch.Generator().manual_seed(0), **options)
-        return Stream(loader, batch_size or BATCH, tolerant)
+        return Stream(Worked(loader), batch_size or BATCH, tolerant)
+    if type(data) in (list, tuple) and batch_size is None and holds_batches(data):
+        return Stream(data, None, tolerant)
     if _is_map(data):
         return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
     if hasattr(data, "__iter__"):
@@ -186,7 +189,7 @@ def _is_map(data: Any) -> bool:
 
 def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | None, tolerant: bool) -> Source:
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, loader.batch_size, tolerant)
+        return Stream(Worked(loader), loader.batch_size, tolerant)
     if loader.batch_sampler is None:  # it does not say how many rows a batch has
         return Stream(loader, tolerant=tolerant)
     listed = _listed(loader)
@@ -196,13 +199,24 @@ def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | N
         batch_size = max(map(len, listed or ()), default=BATCH)
     return Indexed(
         loader.dataset,
-        order=None if listed is None else [row for batch in listed for row in batch],
+        order=_without_dropped(loader, None if listed is None else [row for batch in listed for row in batch]),
         ends=ends,
         batch_size=batch_size or loader.batch_size or BATCH,
         collate=loader.collate_fn,
         options=_options_of(loader, workers),
         tolerant=tolerant,
     )
+
+
+def _without_dropped(loader: DataLoader[Any], order: list[int] | None) -> Sequence[int] | None:
+    """The rows that a loader gives which drops the last batch if it is not full."""
+    if loader.batch_size is None or not loader.drop_last:
+        return order
+    rows: Sequence[int] = range(len(loader.dataset)) if order is None else order  # type: ignore[arg-type]
+    dropped = len(rows) % loader.batch_size
+    if dropped:
+        warn(f"the DataLoader leaves out the last {dropped} of {len(rows)} rows: drop_last=True.", DataWarning)
+    return rows[: len(rows) - dropped]
 
 
 def _options_of(loader: DataLoader[Any], workers: int | None) -> dict[str, Any]:

@@ -191,7 +191,8 @@ class _Run:
         into = pieces(batch.start, good, slabs, self.size)
         if not into:
             return
-        self.fill.begin(into, len(good), batch.start, task.extras.mask(batch.value))
+        said = task.extras.padding(batch.value, batch.start, good)
+        self.fill.begin(into, len(good), batch.start, said)
         self.fill.extras(task.extras.of(batch.value, batch.start, good))
         # By their places alone: tensors have no plain answer to ==.
         if self.first is not None and self.first.batch[:2] == batch[:2]:
@@ -199,7 +200,7 @@ class _Run:
                 self.fill.features(site, value)
             self.first = None
             return
-        task.forward(batch.value, self.device, self.fill.features)
+        task.forward(batch.value, self.device, self.fill.features, said=said)
 
     def _same_order(self, shard: int, check: str) -> None:
         """A stream that is resumed must begin with the rows that are stored already."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from torch import nn
 
 from torchhook import _torch
+from torchhook._callbacks import Fit, callback
 from torchhook._core.index import Index, is_callable
 from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
@@ -20,6 +22,7 @@ from torchhook._guard.judge import Judge
 from torchhook._guard.masks import Allow, Masks
 from torchhook._guard.pending import Pending
 from torchhook._guard.watcher import Watcher
+from torchhook._guard.word import Word
 from torchhook._recording.address import Site
 from torchhook.errors import GuardError, GuardWarning, NeverRanWarning, warn
 
@@ -33,8 +36,10 @@ class Guard(Openable):
 
     _kind = "guard"
 
-    def __init__(self, found: dict[Any, Finding], build: Callable[[], Session]) -> None:
+    def __init__(self, found: dict[Any, Finding], build: Callable[[], Session], word: Word) -> None:
         self._found = found
+        self._word = word
+        weakref.finalize(self, word.close)
         self._build: Callable[[], Session] | None = build
         self._session: Session | None = None
         self._made()
@@ -44,15 +49,24 @@ class Guard(Openable):
         """What was found so far, one for each site, in the order found."""
         return list(self._found.values())
 
+    def callback(self) -> Any:
+        """A callback for the trainer of Lightning or Hugging Face: the guard is open while it trains and validates.
+
+        ``Trainer(callbacks=[th.guard(model).callback()])``. A guard that is open already stays open.
+        """
+        return callback(Fit(self))
+
     def _start(self) -> None:
         assert self._build is not None
         self._session = self._build()
+        self._word.open()
         self._session.open()
 
     def _stop(self, error: BaseException | None) -> None:
         session = self._session
         assert session is not None
         session.close()
+        self._word.close()
         # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
         self._session = self._build = None
         missing = session.recording.missing
@@ -102,8 +116,9 @@ def guard(
     # Selectors are resolved now, so that a wrong one is said here; hooks are made when the guard is opened.
     index = Index(model)
     excluded = [] if exclude is None else resolve(index, exclude)
-    judge = Judge(index, Masks(allow), _reporter(action))
-    return Guard(judge.findings, functools.partial(_session, index, excluded, backward, judge))
+    word = Word()
+    judge = Judge(index, Masks(allow), _reporter(action, word))
+    return Guard(judge.findings, functools.partial(_session, index, excluded, backward, judge), word)
 
 
 def _session(index: Index, excluded: list[Target], backward: bool, judge: Judge) -> Session:
@@ -139,9 +154,10 @@ def _quietly(function: Callable[[nn.Module, Any, int], None], module: nn.Module)
     return look
 
 
-def _reporter(action: Action) -> Callable[[Finding], None]:
+def _reporter(action: Action, word: Word) -> Callable[[Finding], None]:
     def report(finding: Finding) -> None:
         if action == "raise":
+            finding.note = word.leave(repr(finding))
             raise GuardError(finding)
         if action == "warn" and finding.times == 1:
             warn(str(finding), GuardWarning)

@@ -80,6 +80,8 @@ class Finding:
     """Autograd's name for the step of the backward pass."""
     times: int = 1
     """How often this site was found at fault; the rest of the finding is about the first time."""
+    note: str = ""
+    """What else there is to say where several ranks share the work."""
 
     def __str__(self) -> str:
         if self.phase == "backward":
@@ -89,7 +91,7 @@ class Finding:
         lines = [self._headline(), f"  in the {self.phase} pass of run {self.run}, inside {' > '.join(self.stack)}"]
         for label, some in zip(labels, (self.inputs, self.weights, self.outputs), strict=True):
             lines += [f"  {s}" if s.name == label else f"  {label}: {s}" for s in some]
-        return "\n".join([*lines, f"  {self._advice()}"])
+        return "\n".join([*lines, f"  {self._advice()}", *([self.note] if self.note else [])])
 
     def __repr__(self) -> str:  # a line, because findings are often looked at as a list
         times = f" {self.times} times." if self.times > 1 else ""

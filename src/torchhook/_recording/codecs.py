@@ -15,6 +15,9 @@ from torch import Tensor
 
 from torchhook._values.loaded import Opaque
 from torchhook._values.nodes import OUTSIDE, Node
+from torchhook._values.subclasses import is_distributed, is_partial, local
+from torchhook._values.wrappers import is_wrapper
+from torchhook.errors import warn
 
 Code = dict[str, Any]
 
@@ -63,7 +66,7 @@ class Writer:
         if isinstance(value, Tensor):
             if id(value) not in self._tensor_codes:
                 # The tensor is held: the id of one that was made on the way would be used again.
-                self._tensor_codes[id(value)] = value, self._code(value, None)
+                self._tensor_codes[id(value)] = value, self._code(_part(value), None)
             return self._tensor_codes[id(value)][1]
         if id(value) in self._above or len(self._above) > _DEEPEST:
             return {OPAQUE.tag: list(opaque(value))}
@@ -102,6 +105,23 @@ class Writer:
         writer = copy.copy(self)  # which puts everything into the same places
         writer._node = node
         return writer
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What is written of a tensor: the numbers that a wrapper stands for, and of a DTensor those on this rank.
+
+    Asking the other ranks for theirs would wait for those that do not save.
+    """
+    if not is_distributed(tensor):
+        return local(tensor.detach()) if is_wrapper(tensor) else tensor
+    part = local(tensor.detach())
+    if is_partial(tensor) or part.shape != tensor.shape:
+        warn(
+            f"a DTensor of shape {tuple(tensor.shape)} is saved as this rank's part of it, {tuple(part.shape)}. To "
+            "save the whole, capture it with gather='full' on every rank.",
+            UserWarning,
+        )
+    return part
 
 
 class Reader:

@@ -1,49 +1,23 @@
-"""Two recordings side by side: how far apart each site is, and where they first part. No model is needed.
-
-An element differs when it is further away than ``atol + rtol * max(|a|, rms)``, where ``rms`` is the root mean square
-of the value in A: rounding errors grow with the terms of a sum, not with what is left of them when they cancel. The
-tolerances are those of the coarsest dtype seen so far on either side, since precision once lost does not come back;
-the defaults are what eighteen to hundred layers of sound models make of their rounding errors, and little more.
-"""
+"""Two recordings side by side: how far apart each site is, and where they first part. No model is needed."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from torchhook._recording.address import Site, meant, shown
 from torchhook._recording.counterparts import Counterparts, Names
+from torchhook._recording.distances import measure, paired, severity, shape
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.tables import Table
+from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook._values import tree
+from torchhook._values.elements import readable
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
-Tolerance: TypeAlias = "float | Mapping[torch.dtype, float]"
-
-RTOL: dict[torch.dtype, float] = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2.5e-2,
-    torch.bfloat16: 2e-1,
-    torch.qint8: 2e-1,
-    torch.quint8: 2e-1,
-}
-ATOL: dict[torch.dtype, float] = {
-    torch.float64: 1e-14,
-    torch.float32: 1e-8,
-    torch.float16: 1e-5,
-    torch.bfloat16: 1e-5,
-    torch.qint8: 1e-5,
-    torch.quint8: 1e-5,
-}
-_COMPLEX = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +45,19 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        return self.status == "same"
+        """Whether nothing of A is amiss: what only B has is no difference."""
+        return self.status in ("same", "only in B")
+
+    @property
+    def sqnr(self) -> float:
+        """The signal-to-noise ratio in decibels, with A as the signal and the difference as the noise.
+
+        >>> Row("fc", "fc", "differs", relative=0.01).sqnr
+        40.0
+        """
+        if self.relative == 0 or math.isinf(self.relative):
+            return math.copysign(math.inf, 1 - self.relative)
+        return -20 * math.log10(self.relative) if self.relative == self.relative else math.nan
 
 
 class Diff:
@@ -84,14 +70,14 @@ class Diff:
 
     @property
     def first(self) -> Row | None:
-        """The first divergence: of what ran on both sides, or else the first that ran on one side only."""
-        # What only one side has is often a matter of names, and never shows where values part.
+        """The first divergence: of what ran on both sides, or else the first that ran in A only."""
+        # What B does not have is often a matter of names, and never shows where values part.
         wrong = [row for row in self.rows if not row.ok]
         return next((row for row in wrong if row.status in ("differs", "shape", "structure")), next(iter(wrong), None))
 
     @property
     def ok(self) -> bool:
-        """Whether every site ran on both sides and is the same there."""
+        """Whether every site of A ran in B too and is the same there."""
         return all(row.ok for row in self.rows)
 
     @property
@@ -115,24 +101,42 @@ class Diff:
 
     def data(self) -> dict[str, list[Any]]:
         """The rows as columns, for a plot or a data frame."""
-        return {field.name: [getattr(row, field.name) for row in self] for field in dataclasses.fields(Row)}
+        names = [*(field.name for field in dataclasses.fields(Row)), "sqnr"]
+        return {name: [getattr(row, name) for row in self] for name in names}
 
     def table(self) -> Table:
         first, names = self.first, any(row.other != row.site for row in self)
         rows = []
         for row in self:
             other = [shown(row.other) if row.other != row.site else ""] if names else []
-            notes = [row.status] * (not row.ok) + ["the first"] * (row is first) + [row.note] * bool(row.note)
+            status = [] if row.status == "same" else [row.status]
+            notes = status + ["the first"] * (row is first) + [row.note] * bool(row.note)
             counted = f"{row.mismatches:,} of {row.elements:,}" if row.mismatches else "-"
-            numbers = [_short(row.max_abs), _short(row.relative), _cosine(row.cosine), counted, row.dtype]
-            rows.append([shown(row.site), *other, *numbers, "; ".join(notes)])
-        wrong = sum(not row.ok for row in self)
-        verdict = (
+            numbers = [_short(row.max_abs), _short(row.relative), _decibels(row.sqnr), _cosine(row.cosine), counted]
+            rows.append([shown(row.site), *other, *numbers, row.dtype, "; ".join(notes)])
+        numbered = [">max error", ">relative", ">SQNR dB", ">cosine", ">mismatches"]
+        title = f"{self.title or 'Diff'}: {len(rows)} site{'s' * (len(rows) != 1)}, {self._verdict()}"
+        notes = [*self.notes, *self._tolerances()]
+        return Table(title, ["site", *["in B"] * names, *numbered, "dtype", ""], rows, notes)
+
+    def _verdict(self) -> str:
+        first, wrong = self.first, sum(not row.ok for row in self)
+        alone = sum(row.status == "only in B" for row in self)
+        found = (
             "all the same" if first is None else f"{wrong} differ{'s' * (wrong == 1)}, the first at {shown(first.site)}"
         )
-        columns = ["site", *["in B"] * names, ">max error", ">relative", ">cosine", ">mismatches", "dtype", ""]
-        title = f"{self.title or 'Diff'}: {len(rows)} site{'s' * (len(rows) != 1)}, {verdict}"
-        return Table(title, columns, rows, self.notes)
+        return found + (f"; {alone} only in B" if alone else "")
+
+    def _tolerances(self) -> list[str]:
+        """What was let pass. It grows where values come to a coarser dtype."""
+        compared = [row for row in self if row.elements]
+        met = dict.fromkeys((row.rtol, row.atol) for row in compared)
+        lines = []
+        for place, (rtol, atol) in enumerate(met):
+            since = next(row.site for row in compared if (row.rtol, row.atol) == (rtol, atol))
+            where = f" from {shown(since)} on" if place else ""
+            lines.append(f"tolerated{where}: |a - b| <= {atol:g} + {rtol:g} * max(|a|, rms of a)")
+        return lines
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -143,6 +147,10 @@ class Diff:
 
 def _short(number: float) -> str:
     return "-" if math.isnan(number) else "0" if number == 0 else f"{number:.2e}"
+
+
+def _decibels(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.1f}"
 
 
 def _cosine(number: float) -> str:
@@ -164,7 +172,7 @@ def compare(
     _refuse_empty("B", b)
     counterparts = Counterparts(names, [site.path for site in a.sites], [site.path for site in b.sites])
     counterparts.check_used([Site(r.site.path, r.site.op, r.call, r.site.port) for r in a.records()])
-    limits = _Limits(rtol, atol)
+    limits = Limits(rtol, atol)
     found = {(record.site, record.call): record for record in b.records()}
     seen: set[tuple[Site, int]] = set()
     rows: list[tuple[tuple[int, int], Row]] = []
@@ -192,12 +200,15 @@ def compare(
             if (record.site, record.call) not in seen:
                 address = _address(b, record)
                 rows.append(((after, record.order), Row(address, address, "only in B", dtype=record.dtype)))
+    if not any(row.status != "only in B" for _, row in rows):
+        # Of nothing, everything would be the same.
+        raise MissingRecordError("names leaves every site of A out: nothing is left to compare.")
     rows.sort(key=lambda row: row[0])
     return Diff([row for _, row in rows], f"Diff of {a.model_name or 'A'} and {b.model_name or 'B'}", notes)
 
 
 def _refuse_empty(side: str, recording: Recording) -> None:
-    # Of nothing, everything would be the same.
+    # As with names that leave everything out.
     if len(recording):
         return
     of = f" of {recording.model_name}" if recording.model_name else ""
@@ -222,64 +233,25 @@ def _address(recording: Recording, record: Record) -> str:
 # -- one row --------------------------------------------------------------------------------------
 
 
-class _Limits:
-    """Tolerances by dtype, of the coarsest dtype so far."""
-
-    def __init__(self, rtol: Tolerance | None, atol: Tolerance | None) -> None:
-        self._rtol, self._atol = _table(RTOL, rtol, "rtol"), _table(ATOL, atol, "atol")
-        self._coarsest = torch.float64
-
-    def meet(self, *tensors: Tensor) -> tuple[float, float]:
-        for tensor in tensors:
-            dtype = _COMPLEX.get(tensor.dtype, tensor.dtype)
-            if (dtype.is_floating_point or tensor.is_quantized) and _grain(dtype) > _grain(self._coarsest):
-                self._coarsest = dtype
-        return self._of(self._rtol), self._of(self._atol)
-
-    def _of(self, table: Mapping[torch.dtype, float]) -> float:
-        return table.get(self._coarsest, max(table.values()) * 2.5)  # the 8-bit floats
-
-
-def _table(known: dict[torch.dtype, float], asked: Tolerance | None, name: str) -> dict[torch.dtype, float]:
-    if asked is None:
-        return known
-    if isinstance(asked, Mapping):
-        return {**known, **asked}
-    if not asked >= 0:
-        raise ValueError(f"{name}={asked!r}: a tolerance is a number that is not negative, or a dict of them by dtype.")
-    # Also for the 8-bit floats, which would get more than was asked for: they are not in the tables.
-    return dict.fromkeys(known, float(asked)) | {torch.float8_e4m3fn: float(asked), torch.float8_e5m2: float(asked)}
-
-
-def _grain(dtype: torch.dtype) -> float:
-    # Quantized: coarser than bfloat16 (2**-7), finer than the 8-bit floats (2**-3, 2**-2).
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 2.0**-6
-
-
-class _Numbers(NamedTuple):
-    max_abs: float
-    relative: float
-    cosine: float
-    mismatches: int
-    nans: tuple[int, int]
-
-
-def _row(site: str, other: str, a: Record, b: Record, limits: _Limits) -> Row:
+def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
     rtol, atol = limits.meet(*tree.tensors(a.value), *tree.tensors(b.value))
     dtype = a.dtype if a.dtype == b.dtype else f"{a.dtype} / {b.dtype}"
-    pairs, structure = _pairs(a.value, b.value)
+    pairs, structure = paired(a.value, b.value)
     status: Status = "structure" if structure is not None and not pairs else "same"
     notes = [] if structure is None else [structure]
     worst, leaf, mismatches, elements, nans = None, "", 0, 0, (0, 0)
     for address, one, two in pairs:
-        if _shape(one) != _shape(two):
+        if shape(one) != shape(two):
             status = "shape"
             notes.append(f"{address + ': ' if address else ''}{tree.describe(one)} in A, {tree.describe(two)} in B")
             continue
-        numbers = _measure(one, two, rtol, atol)
+        if not (readable(one) and readable(two)):
+            notes.append(f"{address + ': ' if address else ''}without numbers: only the shape was compared")
+            continue
+        numbers = measure(one, two, rtol, atol)
         mismatches, elements = mismatches + numbers.mismatches, elements + one.numel()
         nans = (nans[0] + numbers.nans[0], nans[1] + numbers.nans[1])
-        if worst is None or _severity(numbers) > _severity(worst):
+        if worst is None or severity(numbers) > severity(worst):
             worst, leaf = numbers, address
     if mismatches and status == "same":
         status = "differs"
@@ -302,96 +274,3 @@ def _row(site: str, other: str, a: Record, b: Record, limits: _Limits) -> Row:
         leaf=leaf,
         note="; ".join(notes),
     )
-
-
-def _severity(numbers: _Numbers) -> tuple[bool, bool, float]:
-    # A NaN is worse than any number, but no comparison would say so.
-    return numbers.mismatches > 0, math.isnan(numbers.max_abs), numbers.relative
-
-
-def _pairs(a: Any, b: Any) -> tuple[list[tuple[str, Tensor, Tensor]], str | None]:
-    """The tensors of two values, pair by pair, and a sentence where the values are not built alike.
-
-    A tuple against a named output is no divergence when the tensors in them pair up: ports do that.
-    """
-    ones, twos = ({address: _as_tensor(leaf) for address, leaf in tree.leaves(value)} for value in (a, b))
-    tensors_a = {address: t for address, t in ones.items() if isinstance(t, Tensor)}
-    tensors_b = {address: t for address, t in twos.items() if isinstance(t, Tensor)}
-    if tensors_a.keys() == tensors_b.keys():
-        if not tensors_a and (odd := _plain_difference(ones, twos)):
-            return [], odd
-        return [(address, t, tensors_b[address]) for address, t in tensors_a.items()], None
-    sentence = f"{tree.describe(a)} in A, {tree.describe(b)} in B"
-    if len(tensors_a) != len(tensors_b):
-        return [], sentence
-    both = zip(tensors_a.items(), tensors_b.values(), strict=True)
-    pairs = [(address, one, two) for (address, one), two in both]
-    return (pairs if all(_shape(one) == _shape(two) for _, one, two in pairs) else []), sentence
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def _plain_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """Where values without any tensor differ, as far as they can be compared."""
-    for address in a.keys() | b.keys():
-        one, two = a.get(address), b.get(address)
-        nan = isinstance(one, float) and isinstance(two, float) and one != one and two != two
-        if isinstance(one, _PLAIN) and isinstance(two, _PLAIN) and one != two and not nan:
-            return f"{one!r} in A, {two!r} in B"
-    return None
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
-        return torch.from_numpy(np.ascontiguousarray(leaf))
-    return leaf
-
-
-def _shape(tensor: Tensor) -> Any:
-    return [part.shape for part in tensor.unbind()] if tensor.is_nested else tensor.shape
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_nested:
-        return torch.cat([_flat(part) for part in tensor.unbind()])
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        # view_as_real refuses a conjugate that is only marked as one.
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1)
-
-
-def _measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> _Numbers:
-    if a.device.type == "meta" or b.device.type == "meta" or not a.numel():
-        return _Numbers(0.0, 0.0, 1.0, 0, (0, 0))
-    one, two = _flat(a), _flat(b)
-    home = torch.device("cpu") if one.device.type == "mps" else one.device  # which has no double precision
-    one, two = one.to(home), two.to(home)
-    # Before they are doubles, in which integers beyond 2**53 fall together.
-    same = one == two
-    exact = not (one.is_floating_point() or two.is_floating_point())
-    one, two = one.double(), two.double()
-    same |= one.isnan() & two.isnan()
-    delta = torch.where(same, 0.0, (one - two).abs())
-    finite = one.isfinite()
-    rms = torch.where(finite, one, 0.0).square().sum().div(finite.sum().clamp(min=1)).sqrt()
-    # An infinity makes its own limit infinite, and anything would be near it.
-    near = (delta <= atol + rtol * torch.maximum(one.abs(), rms)) & finite & two.isfinite()
-    wrong = ~same if exact else ~same & ~near
-    agreed = same & ~finite  # the same infinities and NaNs on both sides say nothing about an angle
-    left, right = one.masked_fill(agreed, 0.0), two.masked_fill(agreed, 0.0)
-    sizes = left.norm(), right.norm()
-    # One wait for the device, not five.
-    numbers = torch.stack([delta.max(), delta.norm(), *sizes, left @ right]).tolist()
-    largest, gap, norm_a, norm_b, product = numbers
-    relative = gap / norm_a if norm_a else 0.0 if gap == 0 else math.inf
-    lengths = norm_a * norm_b
-    cosine = product / lengths if lengths else float(norm_a == norm_b)
-    cosine = cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine))
-    nans = int(one.isnan().sum()), int(two.isnan().sum())
-    return _Numbers(largest, relative, cosine, int(wrong.sum()), nans)

@@ -12,6 +12,7 @@ from torchhook import _torch
 from torchhook._recording import tensor_file
 from torchhook._recording.codecs import OPAQUE, Codec, Reader, Writer
 from torchhook._values.nodes import Node
+from torchhook._values.wrappers import is_fake, is_wrapper
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -39,11 +40,6 @@ def name(constant: torch.dtype | torch.layout) -> str:
 
 
 # -- without numbers, and of other layouts ------------------------------------------------------------
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    # A fake tensor names the device that it stands for. By name: its class is private.
-    return tensor.device.type == "meta" or type(tensor).__name__ == "FakeTensor"
 
 
 def _write_meta(tensor: Tensor, writer: Writer) -> Any:
@@ -157,7 +153,9 @@ def _of(test: Callable[[Tensor], bool]) -> Callable[[Any, Node | None], bool]:
 
 # Layouts before dtypes: a sparse or nested tensor may be complex too.
 TENSORS: tuple[Codec, ...] = (
-    Codec("meta", _of(_is_meta), _write_meta, _read_meta),
+    Codec("meta", _of(is_fake), _write_meta, _read_meta),
+    # What is left of the wrappers, after those that say what they stand for: nobody knows their numbers.
+    OPAQUE._replace(takes=_of(is_wrapper)),
     Codec("nested", _of(lambda t: t.is_nested), _write_nested, _read_nested),
     Codec("sparse_coo", _of(lambda t: t.layout == torch.sparse_coo), _write_sparse, _read_coo),
     *map(_compressed, _COMPRESSED),

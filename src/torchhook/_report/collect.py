@@ -14,6 +14,7 @@ from torchhook._attention import attention
 from torchhook._cam.api import cam, known_method
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
+from torchhook._core.offload import loaded
 from torchhook._core.select import Selector
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
@@ -136,13 +137,18 @@ def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
                 depth=layers[parent].depth + 1 if path else 0,
                 settings=module.extra_repr(),
                 parameters=sum(p.numel() for p in set(module.parameters())),
-                weights=[_weight(name, t) for name, t in _own(module)],
+                weights=_weights(module),
                 runs=is_callable(module),
                 shared_with=first.get(id(module)),
             )
         )
         first.setdefault(id(module), number)
     return layers, first
+
+
+def _weights(module: nn.Module) -> list[Weight]:
+    with loaded(module):
+        return [_weight(name, tensor) for name, tensor in _own(module)]
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from torchhook._values.finite import finite
 from torchhook._values.histograms import histogram, inner_range, with_room
 from torchhook._values.layout import Layout, guess
 from torchhook._values.statistics import summary
+from torchhook._values.subclasses import local
 
 BINS = 48
 _SAMPLE = 20_000  # a percentile needs a sort, and more values hardly move it
@@ -28,6 +29,7 @@ def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
     """
     if not measurable(tensor):
         return None
+    tensor = local(tensor)
     part = finite(flatten(tensor))
     found, good = summary(part), part.values
     infs = found.pos_infs + found.neg_infs

@@ -22,6 +22,7 @@ from torchhook._report.score import Score, score
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
+from torchhook._values.subclasses import is_partial, local
 from torchhook._values.targets import Goal
 from torchhook._values.tree import Inputs
 
@@ -186,7 +187,7 @@ class _Looker:
         seen = self._layer.calls[call]
         # Of the same part as the numbers beside it: not every tensor of a value has a gradient.
         parts = [t for address, t in tree.leaves(value) if address == seen.leaf and isinstance(t, Tensor)]
-        tensor = parts[0] if parts else None
+        tensor = _here(parts[0]) if parts else None
         if tensor is None:
             return
         with torch.no_grad():
@@ -200,4 +201,10 @@ def _main(value: Any) -> tuple[str, Tensor | None]:
     """The first floating-point tensor of a value, and its address in it."""
     found = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     floats = [(a, t) for a, t in found if t.is_floating_point() or t.is_quantized]
-    return next(iter(floats or found), ("", None))
+    address, tensor = next(iter(floats or found), ("", None))
+    return address, None if tensor is None else _here(tensor)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    # Of a DTensor, the part on this rank; summands are no values, and are left as what nobody can read.
+    return tensor if is_partial(tensor) else local(tensor)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from torchhook._report.facts import Sprite
 from torchhook._values.layout import Layout
+from torchhook._values.subclasses import local
 from torchhook.errors import require
 
 # Written out here: only the plots import matplotlib.
@@ -65,6 +66,7 @@ def sprite(maps: Tensor, labels: Sequence[str], what: str, side: int) -> Sprite:
 
 def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int) -> Sprite | None:
     """The strongest channels of the first sample, or all of a value that has no maps as one picture."""
+    value = local(value)
     if not value.numel() or value.is_complex() or value.dim() == 0:
         return None
     value = value.dequantize() if value.is_quantized else value.detach().float()

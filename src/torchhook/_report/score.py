@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.subclasses import local
 from torchhook._values.targets import Goal, ask, class_scores, classes, is_function, logits, pick
 
 
@@ -66,7 +67,7 @@ def likely(output: Any, names: Sequence[str] | None, number: int = 5) -> list[tu
     found = _choice(output)
     if found is None or not bool(found[0].isfinite().all()):
         return []
-    shares, top = found[0].detach().float().softmax(-1).topk(min(number, found.shape[-1]))
+    shares, top = local(found[0].detach()).float().softmax(-1).topk(min(number, found.shape[-1]))
     return [(name_of(c, names), p) for c, p in zip(top.tolist(), shares.tolist(), strict=True)]
 
 

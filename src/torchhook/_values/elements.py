@@ -8,7 +8,9 @@ import re
 import torch
 from torch import Tensor
 
-from torchhook import _torch
+from torchhook import _torch, _torch_compiler
+from torchhook._values.subclasses import is_freed, is_partial, local
+from torchhook._values.wrappers import is_fake, is_wrapper
 
 UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
 """What fake tensors raise, and layouts and subclasses that lack an operation."""
@@ -20,7 +22,6 @@ _PACKED = frozenset(dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"b
 _FLOAT8 = frozenset(dtype for name, dtype in _DTYPES.items() if name.startswith("float8"))
 # Numbers that single precision has no room for.
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,12 +33,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def can_cast(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether numbers of one kind stay what they are in another: ``torch.can_cast``, in compiled code too.
+
+    >>> can_cast(torch.float32, torch.int64), can_cast(torch.int64, torch.float16)
+    (False, True)
+    """
+    if not _torch_compiler.in_trace():
+        return torch.can_cast(old, new)
+    if new == torch.bool or old == torch.bool:
+        return old == torch.bool
+    floats = new.is_floating_point or new.is_complex
+    return (new.is_complex or not old.is_complex) and (floats or not old.is_floating_point)
+
+
 def readable(tensor: Tensor) -> bool:
-    """Whether a tensor has all of its elements here, and torch can turn them into numbers."""
+    """Whether a tensor has elements here that torch can turn into numbers: of a DTensor, those of this rank."""
     return (
-        tensor.device.type != "meta"
+        not is_fake(tensor)
         and tensor.dtype not in _PACKED
-        and (type(tensor) in _PLAIN or not hasattr(tensor, "placements"))  # a DTensor holds a part of its values
+        and not is_freed(tensor)
+        and not is_partial(tensor)  # summands are no elements
+        and (not is_wrapper(tensor) or not is_wrapper(local(tensor)))
     )
 
 
@@ -47,7 +64,9 @@ def measurable(tensor: Tensor) -> bool:
     >>> measurable(torch.ones(3)), measurable(torch.empty(0)), measurable(torch.eye(3).to_sparse())
     (True, False, False)
     """
-    return tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0 and readable(tensor)
+    if tensor.layout != torch.strided or tensor.is_nested or not readable(tensor):
+        return False
+    return local(tensor).numel() > 0
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -70,7 +89,7 @@ def dense(tensor: Tensor) -> Tensor:
     tensor([[1., 0.],
             [0., 1.]])
     """
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     if tensor.is_nested:
         tensor = torch.nested.to_padded_tensor(tensor, math.nan)
     return real(tensor if tensor.layout == torch.strided else tensor.to_dense())
@@ -82,7 +101,7 @@ def flatten(tensor: Tensor) -> Tensor:
     >>> flatten(torch.tensor([[1, 2], [3, 4]]))
     tensor([1., 2., 3., 4.], dtype=torch.float64)
     """
-    flat = in_one_dim(tensor.detach())
+    flat = in_one_dim(local(tensor.detach()))
     if flat.dtype == torch.float32:
         return flat
     if flat.is_quantized or flat.is_complex():
@@ -105,9 +124,11 @@ def floats(tensor: Tensor) -> Tensor | None:
     ``None`` for integers, and where nothing can be read.
     """
     # Inside torch.func a tensor is a wrapper, whose numbers cannot be asked for.
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or _torch.in_transform():
+    if not (tensor.is_floating_point() or tensor.is_complex()) or is_fake(tensor) or _torch.in_transform():
         return None
-    tensor = tensor.detach()
+    if is_freed(tensor):
+        return None
+    tensor = local(tensor.detach())
     if tensor.layout != torch.strided or tensor.is_nested:
         try:
             tensor = _torch.sparse_parts(tensor)[1] if tensor.layout == torch.sparse_coo else tensor.values()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
+from torchhook._values.wrappers import is_fake
 from torchhook.errors import TargetError
 
 Goal: TypeAlias = "int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None"
@@ -60,7 +61,7 @@ def logits(output: Any) -> Tensor | None:
     """
     found = {address: leaf for address, leaf in tree.leaves(output) if isinstance(leaf, Tensor)}
     scores = next(iter(found.values())) if len(found) == 1 else found.get("logits")
-    if scores is None or not scores.is_floating_point() or scores.is_meta or not scores.numel():
+    if scores is None or not scores.is_floating_point() or is_fake(scores) or not scores.numel():
         return None
     # Only by name: three dims without one may be anything.
     if scores.dim() == 3 and "logits" in found:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from torchhook._callbacks import callback
 from torchhook._core.index import Index, is_callable
 from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
@@ -21,6 +22,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
 from torchhook._values.histograms import Histogram
 from torchhook._watch.alarms import Alarm, Alarms
+from torchhook._watch.callbacks import WatchedFit
 from torchhook._watch.engine import Engine, Snapshot, Watched
 from torchhook._watch.sinks import sinks
 from torchhook._watch.statistics import DEFAULT, STATISTICS
@@ -29,6 +31,7 @@ from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
 __all__ = ["Alarm", "Alarms", "Snapshot", "Watch", "watch"]
 
 Steps = Literal["calls", "manual"]
+_Counted = Literal["calls", "manual", "trainer"]
 
 
 def watch(
@@ -123,7 +126,7 @@ class Watch(Openable):
 
     def __init__(self, engine: Engine, steps: Steps, threads: Threads) -> None:
         self._engine = engine
-        self._steps = steps
+        self._steps: _Counted = steps
         self._threads: Threads = threads
         self._session: Session | None = None
         self._wanted = engine.watched.wanted
@@ -154,10 +157,34 @@ class Watch(Openable):
         """With ``steps="manual"``: a step ends here, and the next begins."""
         self._needs_opening("step()")
         if self._steps != "manual":
-            raise SessionError("step() is for steps='manual'; here each call of the model is a step. flush() ends one.")
+            here = (
+                "each call of the model is a step" if self._steps == "calls" else "the trainer's optimizer makes them"
+            )
+            raise SessionError(f"step() is for steps='manual'; here {here}. flush() ends one.")
         if self._life == "closed":
             raise SessionError("this watch is closed. Start a new one: start= continues its count.")
         self._engine.advance()
+
+    def callback(self) -> Any:
+        """A callback for the trainer of Lightning or Hugging Face: a step is one of its optimizer's.
+
+        ``Trainer(callbacks=[th.watch(model, every=100, log="statistics.csv").callback()])``. A step lasts from its
+        first batch to the optimizer's step, over all batches whose gradients are accumulated, and has the trainer's
+        number. Validation is no part of any. The watch opens when training begins and closes when it ends, unless it
+        is open already.
+        """
+        if self._life == "closed":
+            raise SessionError("callback(): this watch is closed. Start a new one: start= continues its count.")
+        made = callback(WatchedFit(self, self._engine))
+        # In an open watch, the hook that counts calls is there already, or a step that was to be ended by hand.
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._engine.abandon()
+        self._engine.next = self._engine.started
+        self._steps = "trainer"
+        self._engine.watched.count_by_hand()
+        return made
 
     def flush(self) -> None:
         """End the running step now: what happens until the next one belongs to neither."""
@@ -177,10 +204,19 @@ class Watch(Openable):
 
     def _start(self) -> None:
         engine = self._engine
+        engine.shared.together.open()
+        if self._steps == "trainer":
+            return  # a step begins with its first batch
         if self._steps == "manual":
             engine.advance()  # without a hook that counts: between measured steps the model is bare
             return
         index = engine.watched.index
+        if type(index.modules[""]).forward.__qualname__ == "LightningModule.forward":
+            warn(
+                "a step is a call of the model here, and Lightning calls the training_step of a model without a "
+                "forward of its own: give the Trainer this watch's callback(), which counts the optimizer's steps.",
+                NeverRanWarning,
+            )
         session = Session(index.modules[""], index=index, threads=self._threads, warn=False)
         # The hooks know the engine and not this object: one that is dropped must not live on in the model's hooks.
         session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())

@@ -5,18 +5,21 @@ A session for each measured step, and none between: hooks that only asked whethe
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchhook._core.index import Index
-from torchhook._core.select import Target, live_tensor
+from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
+from torchhook._core.sharding import Home, Homes
 from torchhook._recording.address import Site
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
+from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
 from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
@@ -61,6 +64,10 @@ class Watched:
         self.in_step = [t for t in targets if t not in self.before_step]
         self.parameters = _parameters(index, targets) if parameters else {}
 
+    def count_by_hand(self) -> None:
+        """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
+        self.by_call, self.before_step, self.in_step = False, [], list(self.targets)
+
     def attach(self, session: Session, step: Step, limits: Alarms | None) -> None:
         """Have the session show the step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
@@ -78,18 +85,23 @@ class Watched:
             if self.gradients and is_output:
                 session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
         if self.gradients:
-            # As the model holds them now: layers are frozen, unfrozen and replaced while a model trains.
-            for name, target in self.parameters.items():
-                tensor = live_tensor(target)
-                if tensor.requires_grad:
-                    session.look(target, step.look_parameter_gradient(name, tensor))
+            session.reduced = True
+            for name, home in self.trained():
+                own = home.way == "own"
+                look = step.look_parameter_gradient(name, home.parameter) if own else step.look_reduced_gradient(name)
+                session.look(self.parameters[name], look)
 
-    def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that training can move, as the model holds them now."""
+    def trained(self) -> Iterator[tuple[str, Home]]:
+        """The parameters that training can move, as the model holds them now, or will again when it has run."""
+        # Asked for each step: layers are frozen, unfrozen and replaced while a model trains.
+        homes = Homes(self.index)
         for name, target in self.parameters.items():
-            tensor = live_tensor(target)
-            if tensor.requires_grad:
-                yield name, tensor
+            assert target.tensor is not None
+            live = target.module._parameters.get(target.tensor)
+            if live is not None and live.requires_grad and not is_lazy(live):
+                home = homes.of(target.module, target.tensor)
+                if home is not None:
+                    yield name, home
 
     def compared(self) -> dict[str, int]:
         """Sites whose gradient norms say something about each other: weights, or else the outputs of modules.
@@ -97,7 +109,7 @@ class Watched:
         With the number of a weight's elements; outputs are of any size.
         """
         # Not biases: before a normalization, or as keys of an attention, their gradient is zero as it should be.
-        weights = {name: tensor.numel() for name, tensor in self.trained() if tensor.dim() > 1}
+        weights = {name: home.shape.numel() for name, home in self.trained() if len(home.shape) > 1}
         return weights or {str(target.site): 1 for target in self.targets if target.tensor is None}
 
 
@@ -140,6 +152,7 @@ class Engine:
         self.step: Step | None = None
         self.seen: set[str] = set()
         self.missing: dict[str, str] = {}
+        self.shared = Shared(f"watched {every} {start} {zlib.crc32(' '.join(watched.parameters).encode())}")
         self._limits = limits
         self._sinks = sinks
         self._loss_scale = loss_scale
@@ -152,7 +165,7 @@ class Engine:
         if self.paused:
             return
         if self.step is not None:  # it lasts until here, so that it holds the optimizer's step
-            self.finish()
+            self.finish(by_hand=not self.watched.by_call)
         number = self.next
         self.next += 1
         if number % self.every == 0:
@@ -162,12 +175,26 @@ class Engine:
         watched = self.watched
         # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        step = Step(number, watched.measure, Units(watched.index), float(scale))
-        self._norms = self._weights.begin(watched.trained(), step.ledger)
+        self.shared.forget()
+        step = Step(number, watched.measure, Units(watched.index), float(scale), self.shared)
+        self._norms = self._weights.begin(watched.trained(), step.ledger, self.shared)
         session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
         watched.attach(session, step, self._limits)
         session.open(running=watched.by_call)
         self.step, self._session = step, session
+
+    def hide(self) -> None:
+        """What runs until ``show`` is no part of the running step."""
+        if self._session is None:
+            return
+        if self.watched.threads == "all":
+            self.abandon()  # it takes calls from wherever they come
+        else:
+            self._session.scope.leave()
+
+    def show(self) -> None:
+        if self._session is not None:
+            self._session.scope.enter()
 
     def abandon(self) -> Step | None:
         """Take the hooks of the running step away."""
@@ -184,12 +211,14 @@ class Engine:
 
     def close(self, finished: bool) -> None:
         """No more steps: end the running one, or forget it."""
+        self.shared.together.leave()
         if finished:
             self.finish()
         self.abandon()
+        self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
 
-    def finish(self) -> None:
+    def finish(self, by_hand: bool = True) -> None:
         """End the running step, if it is a measured one, and tell what was found."""
         # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
         step = self.abandon()
@@ -197,7 +226,7 @@ class Engine:
             return
         known = 0 if self.alarms is None else len(self.alarms.raised)
         updates = self._weights.end(step.ledger)
-        sites = step.finish(self.watched.wanted, self._norms, updates, self.alarms)
+        sites = step.finish(self.watched.wanted, self._norms, updates, self.alarms, by_hand)
         if self.alarms is not None:
             self.alarms.check_gradients(step.number, sites, self.watched.compared())
         self.history.append(Snapshot(step.number, sites))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook._values.subclasses import local
+
 OF_VALUES = ("mean", "std", "min", "max", "zeros", "nans", "norm", "histogram")
 STATISTICS = (*OF_VALUES, "dead", "grad_norm", "update_ratio")
 DEFAULT = tuple(name for name in STATISTICS if name != "histogram")
@@ -23,7 +25,7 @@ class Ledger:
     def note(self, tensor: Tensor) -> int:
         """Hold a tensor of no or one dim; the number is its place in what ``read`` returns."""
         key = next(self._keys)
-        self._held[key] = tensor
+        self._held[key] = local(tensor)  # what a wrapper answers is wrapped again, and cannot be read
         return key
 
     def read(self) -> dict[int, Any]:

@@ -17,7 +17,9 @@ from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.moments import norm
 from torchhook._values.statistics import Measure, Measured, summarize
+from torchhook._values.subclasses import is_distributed, sharded_over
 from torchhook._watch.alarms import AlarmState
+from torchhook._watch.shared import Part, Shared, part_norm
 from torchhook._watch.statistics import Ledger
 from torchhook._watch.units import Units
 
@@ -25,8 +27,9 @@ from torchhook._watch.units import Units
 class Step:
     """Takes the statistics of passing values. Holds numbers, never the values: graphs are freed as without it."""
 
-    def __init__(self, number: int, measure: Measure, units: Units, loss_scale: float) -> None:
+    def __init__(self, number: int, measure: Measure, units: Units, loss_scale: float, shared: Shared) -> None:
         self.number = number
+        self.shared = shared
         self.ledger = Ledger()
         self.ran = False
         """Whether anything passed at all."""
@@ -42,7 +45,7 @@ class Step:
         self._waiting: weakref.ref[Any] | None = None
         ledger = self.ledger  # not self: a step is freed when it is over, not when the collector comes by
         self._moments = _Latest(lambda tensor: measure(tensor).map(ledger.note))
-        self._gradient_norm = _Latest(lambda tensor: ledger.note(norm(tensor)))
+        self._gradient_norm = _Latest(lambda tensor: ledger.note(part_norm(tensor)))
 
     # -- what hooks call -----------------------------------------------------------------------
 
@@ -50,9 +53,10 @@ class Step:
         def look(value: Any, call: int) -> None:
             self.ran = True
             for key, tensor in _parts(site, value):
+                self.shared.values[key] = sharded_over(tensor)
                 if self._measure.needed:
                     self._values.setdefault(key, []).append(self._moments.of(tensor))
-                mask = self.units.alive(tensor) if rectifies else None
+                mask = self.units.alive(tensor) if rectifies and not is_distributed(tensor) else None
                 if mask is not None:  # a unit lives that lived in any call of the step
                     before = self._masks.get(key)
                     self._masks[key] = mask if before is None or before.shape != mask.shape else before | mask
@@ -71,8 +75,18 @@ class Step:
 
         return look
 
+    def look_reduced_gradient(self, site: str) -> Look:
+        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
+
+        def look(gradient: Tensor, call: int) -> None:
+            self._parameter_gradients[site] = self.ledger.note(part_norm(gradient))
+
+        return look
+
     def look_parameter_gradient(self, site: str, parameter: Tensor) -> Look:
         def look(gradient: Tensor, call: int) -> None:
+            if not (measurable(gradient) or gradient.is_sparse):  # without numbers
+                return
             before = parameter.grad
             if before is None:
                 self._parameter_gradients[site] = self.ledger.note(norm(_dense(gradient)))
@@ -98,7 +112,12 @@ class Step:
     # -- at the end ----------------------------------------------------------------------------
 
     def finish(
-        self, wanted: Sequence[str], weights: dict[str, int], updates: dict[str, int], alarms: AlarmState | None
+        self,
+        wanted: Sequence[str],
+        weights: dict[str, int],
+        updates: dict[str, int],
+        alarms: AlarmState | None,
+        by_hand: bool,
     ) -> dict[str, dict[str, Any]]:
         """Read all numbers at once: statistics by site, modules first."""
         # Everything is noted before anything is read: one transfer for the whole step.
@@ -106,25 +125,45 @@ class Step:
         window = alarms.add_live_units(self._masks) if alarms is not None else {}
         dead_in_window = {site: self.ledger.note((~mask).sum()) for site, mask in window.items()}
         numbers = self.ledger.read()
-        found = {
-            site: summarize([part.map(numbers.__getitem__) for part in parts], wanted)
-            for site, parts in self._values.items()
-        }
+        values = self._of_values(numbers)
+        values |= self.shared.merge(values, self.shared.values, by_hand)
+        of_weights = self._of_weights(numbers, weights, updates)
+        of_weights |= self.shared.merge(of_weights, self.shared.weights, by_hand)
+        found = {site: summarize(part["parts"], wanted) for site, part in values.items() if "parts" in part}
+        for site, part in (*values.items(), *of_weights.items()):
+            if "norm" in part:
+                _note(found, site, "norm", part["norm"])
+            if "grad_norm" in part:
+                _note(found, site, "grad_norm", self._unscaled(part["grad_norm"]))
+            if "update" in part:
+                _note(found, site, "update_ratio", _ratio(part["update"], part["norm"]))
         for site, key in dead.items():
             _note(found, site, "dead", numbers[key] / self._masks[site].numel())
-        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
-        for site, keys in self._gradients.items():
-            _note(found, site, "grad_norm", self._unscaled(math.hypot(*(numbers[key] for key in keys))))
-        for site, key in weights.items():
-            _note(found, site, "norm", numbers[key])
-            if site in self._parameter_gradients:
-                _note(found, site, "grad_norm", self._unscaled(numbers[self._parameter_gradients[site]]))
-            if site in updates:
-                _note(found, site, "update_ratio", _ratio(numbers[updates[site]], numbers[key]))
         for site, key in dead_in_window.items():
             assert alarms is not None
             alarms.check_dead_units(self.number, site, int(numbers[key]), window[site])
         return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}
+
+    def _of_values(self, numbers: dict[int, Any]) -> dict[str, Part]:
+        """What this rank knows of what passed the sites."""
+        mine: dict[str, Part] = {
+            site: {"parts": [part.map(numbers.__getitem__) for part in parts]} for site, parts in self._values.items()
+        }
+        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
+        for site, keys in self._gradients.items():
+            mine.setdefault(site, {})["grad_norm"] = math.hypot(*(numbers[key] for key in keys))
+        return mine
+
+    def _of_weights(self, numbers: dict[int, Any], weights: dict[str, int], updates: dict[str, int]) -> dict[str, Part]:
+        """What this rank knows of the parameters."""
+        mine: dict[str, Part] = {}
+        for site, key in weights.items():
+            part = mine[site] = {"norm": numbers[key]}
+            if site in self._parameter_gradients:
+                part["grad_norm"] = numbers[self._parameter_gradients[site]]
+            if site in updates:
+                part["update"] = numbers[updates[site]]
+        return mine
 
     def _unscaled(self, gradient: float) -> float:
         return gradient / self._loss_scale

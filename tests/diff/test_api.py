@@ -16,39 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import oracle, zoo
+from tests.diff.nets import Net, image, net
 from tests.models import Restless
 from torchhook._capture import capture
-from torchhook._diff import diff
+from torchhook._diff.api import diff
 from torchhook._recording.records import load
 from torchhook._values.tree import Inputs
 from torchhook.errors import MissingRecordError
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.bn = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
-        self.drop = nn.Dropout(0.5)
-        self.fc = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn(self.conv(x)))
-        y = self.conv2(x)
-        y += x
-        y = self.relu(y)
-        return self.fc(self.drop(y.mean((2, 3))))
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return Net().eval()
-
-
-def image(size: int = 8) -> Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
 def bare_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[tuple[str, int, Tensor]]:
@@ -419,7 +393,18 @@ def test_wrong_arguments_are_refused() -> None:
         model(image())
     with pytest.raises(TypeError, match="needs inputs"):
         diff(model, model)
-    with pytest.raises(TypeError, match="found Recording and Net"):
-        diff(rec, model, image())
+    with pytest.raises(TypeError, match=r"A is a list: diff compares models, exported programs"):
+        diff([rec], model, image())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"B is a int"):
+        diff(model, 3, image())  # type: ignore[arg-type]
+    for sides in ((rec, model), (model, rec)):
+        with pytest.raises(TypeError, match="needs inputs"):
+            diff(*sides)
+        with pytest.raises(TypeError, match=r"local=True .* needs two models"):
+            diff(*sides, image(), local=True)
+    with pytest.raises(TypeError, match="inputs_b is for a model B"):
+        diff(model, rec, image(), inputs_b=image())
+    with pytest.raises(TypeError, match="A holds values only"):
+        diff(rec, model, image(), sites="fc")
     with pytest.raises(TypeError, match="nothing runs"):
         diff(rec, rec, image())

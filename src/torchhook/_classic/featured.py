@@ -1,0 +1,264 @@
+"""A model together with layers whose values are wanted: by a session for each call, or by hooks that stay."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from torchhook import _torch_compiler, edits
+from torchhook._classic.attached import Attached, Kept, Wanted
+from torchhook._classic.exporting import plain, to_onnx
+from torchhook._classic.facade import Facade
+from torchhook._core import calling, hooks, never_ran, taps
+from torchhook._core.index import Index, unwrapped
+from torchhook._core.keep import Keep
+from torchhook._core.scope import Scope
+from torchhook._core.select import Target, resolve
+from torchhook._core.session import Session
+from torchhook._values import tree
+from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
+
+Transform = Callable[[Any], Any]
+Named = list[tuple[str, Any]]
+
+
+class _Forward:
+    """``forward`` with the arguments of the model's own, whose names ``torch.export`` knows dynamic shapes by."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, wrapper: Featured | None, kind: type[Featured] | None = None) -> Any:
+        if wrapper is None:
+            return self.function
+        # The compiler does not follow the making of a method, and has no use for names.
+        return wrapper._call_model if _torch_compiler.in_trace() else types.MethodType(wrapper._signed, wrapper)
+
+
+class Featured(Facade):
+    """A model together with layers whose values are wanted."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Iterable[str],
+        *,
+        attach: bool = False,
+        transform: Transform | None = None,
+        edit: Mapping[Any, Any] | None = None,
+        caches: bool = True,
+        stop: bool = False,
+    ) -> None:
+        super().__init__(model)
+        self.paths = [paths] if isinstance(paths, str) else list(paths)
+        if edit is not None and not isinstance(edit, Mapping):
+            raise ArgumentError(f"edit must be a dict of selectors and edits, found {type(edit).__name__}.")
+        Keep("live", transform=transform)  # which refuses what is no transform
+        self.transform, self.edit, self.caches, self.stop = transform, dict(edit or {}), caches, stop
+        if stop and not self.paths:
+            raise ArgumentError("stop=True ends the forward pass at the last layer: name at least one.")
+        index = Index(self.model)
+        targets, changes = self._targets(index), self._changes(index)  # a wrong path is said now, not at the first call
+        self._attached = self._attach(targets, changes) if attach else None
+        self._signed = _signed(model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and return what the class says."""
+        return self._result(*self._run(args, kwargs))
+
+    _call_model = forward
+    if _torch_compiler.follows_descriptors:
+        forward = _Forward(forward)  # type: ignore[assignment]
+
+    def _result(self, named: Named, output: Any) -> Any:
+        """What a call returns, of the features and the model's output."""
+        raise NotImplementedError
+
+    # -- copies ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The compiled call is the original's, and a function with a signature of its own cannot be pickled.
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_signed", _torch_compiler.COMPILED_CALL)
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._signed = _signed(self.model)
+        if self._attached is not None:  # a copy: the hooks of the original are not its own
+            index = Index(self.model)
+            self._attached = self._attach(self._targets(index), self._changes(index))
+
+    # -- where ----------------------------------------------------------------------------------------
+
+    def _targets(self, index: Index) -> list[Wanted]:
+        # Looked up at each call: a layer may have been replaced since the wrapper was made.
+        chosen = [(path, resolve(index, path)) for path in self.paths]
+        return [Wanted(str(t.site) if len(found) > 1 else path, t) for path, found in chosen for t in found]
+
+    def _changes(self, index: Index) -> list[tuple[Target, edits.Edit]]:
+        adapted = [(selector, edits.adapt(change)) for selector, change in self.edit.items()]
+        return [(target, change) for selector, change in adapted for target in resolve(index, selector)]
+
+    def _attach(self, wanted: list[Wanted], changes: list[tuple[Target, edits.Edit]]) -> Attached:
+        for name, target in [*wanted, *((target.site.shown, target) for target, _ in changes)]:
+            if target.tensor is not None or target.site.port not in ("output", "input"):
+                raise SelectorError(
+                    f"{name!r}: attach=True takes what layers and operations take and return ('layer4', 'fc:input', "
+                    "'block/relu'); gradients and parameters need attach=False."
+                )
+        for target, _ in changes:
+            if target.site.call is not None:
+                raise SelectorError(
+                    f"{target.site.shown!r}: with attach=True every call is edited, since compiled code counts none. "
+                    f"Edit '{target.site.every_call}', or leave out attach=True."
+                )
+        attachment = hooks.Attachment()
+        weakref.finalize(self, attachment.remove)
+        return Attached(wanted, changes, attachment, self.transform, self.stop)
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
+        named, output = self._in_session(args, kwargs) if self._attached is None else self._as_attached(args, kwargs)
+        if not self.caches or _torch_compiler.is_exporting():
+            return [(path, plain(value, self.caches)) for path, value in named], plain(output, self.caches)
+        return named, output
+
+    def _in_session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
+        if _torch_compiler.in_compiled_code():
+            raise SessionError(_NOT_COMPILED)
+        index, output = Index(self.model), None
+        wanted, changes = self._targets(index), self._changes(index)
+        session = Session(self.model, index=index)
+        for target, change in changes:
+            session.edit(target, change)
+        # By site: a path that was asked for twice is recorded once. Live, because features are there to be trained on.
+        sites = {feature.target.site: feature.target for feature in wanted}
+        session.record(sites.values(), Keep("live", transform=self.transform))
+        if self.stop:
+            session.stop_when_seen(sites.values())
+        with session as recording:
+            output = self.model(*args, **kwargs)
+        for path, target in [*wanted, *((target.site.shown, target) for target, _ in changes)]:
+            if target.site in recording.missing:
+                raise _never_ran(path, target, recording.missing[target.site])
+        return [(path, _only(recording.all(target.site), path)) for path, target in wanted], output
+
+    def _as_attached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
+        assert self._attached is not None
+        kept = self._attached.run(self.model, args, kwargs)
+        named = []
+        # Raised here and not in a hook: the model has run to its end, as it would have without hooks.
+        for path, key, call in self._attached.features:
+            values = kept.values[key]
+            if len(values) > 1 and call is None:
+                raise AmbiguousCallError(f"{path!r} ran {len(values)} times. Say which call: '{path}#0' is the first.")
+            if len(values) <= (call or 0):
+                raise self._silent(path, kept)
+            named.append((path, values[call or 0]))
+        for key in self._attached.edited:
+            if key not in kept.edited:
+                raise self._silent(key, kept)
+        return named, kept.output
+
+    def _silent(self, path: str, kept: Kept) -> Exception:
+        """The error of a layer that never ran, in the words of a session."""
+        if _torch_compiler.in_trace():
+            return NeverRanError(f"{path!r} was selected and never ran. Call the wrapper uncompiled: it says why.")
+        index = Index(self.model)
+        targets = {str(target.site): (target.site.shown, target) for target, _ in self._changes(index)}
+        targets |= {feature.path: feature for feature in self._targets(index)}
+        shown, target = targets[path]
+        if any(_torch_compiler.is_compiled(module) for module in self.model.modules()):
+            return _never_ran(shown, target, _COMPILED_BEFORE)
+        ran = {key: len(values) for key, values in kept.values.items()}
+        if target.site.call is not None and ran.get(str(target.site.every_call)):
+            times = ran[str(target.site.every_call)]
+            return _never_ran(shown, target, f"it ran {times} time{'s' * (times != 1)}.")
+        # What a session would have counted, so that both ways of hooking give the same cause.
+        known = {id(index.modules[""]): taps.Tap("")}
+        known[id(index.modules[""])].ran = 1
+        for name, other in targets.values():
+            tap = known.setdefault(id(other.module), taps.Tap(name))
+            tap.ran += ran.get(str(other.site.every_call), 0)
+        tap = taps.Tap(path)
+        return _never_ran(shown, target, never_ran.cause(target, tap, tap, index, known, Scope(), None))
+
+    # -- compiling and exporting ------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile in place, as ``nn.Module.compile`` does, and copy what is returned out of CUDA graphs."""
+        # The next call would write over it; torch.compile(wrapper) has no place to do that.
+        if self._attached is None:
+            raise SessionError(_NOT_COMPILED)
+        super().compile(*args, **kwargs)
+        options = kwargs.get("options") or {}
+        if kwargs.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
+            _torch_compiler.after_compiled_call(self, _copied_out)
+
+    def to_onnx(
+        self,
+        inputs: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        dynamic_shapes: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Export to ONNX, called with ``inputs``; its outputs have the names of the sites, and ``output``."""
+        return to_onnx(
+            self,
+            [path for path, _ in self._targets(Index(self.model))],
+            *calling.arguments(inputs),
+            path,
+            dynamic_shapes,
+            options,
+        )
+
+
+_NOT_COMPILED = (
+    "this wrapper puts its hooks on for each call and takes them away again, which compiled code cannot follow. Make "
+    "it with attach=True, as in torch.compile(th.FeatureLayers(model, names, attach=True)): then it is compiled whole."
+)
+_COMPILED_BEFORE = (
+    "the model was compiled and called before the hooks were there, and compiled code ignores later ones "
+    "(pytorch#117758). Wrap the model first, then compile: torch.compile(th.FeatureLayers(model, names, attach=True))."
+)
+
+
+def _signed(model: nn.Module) -> Callable[..., Any]:
+    """``forward`` with the arguments of a model's own."""
+    known = Featured._call_model
+    function = types.FunctionType(known.__code__, known.__globals__, "forward", closure=known.__closure__)
+    try:
+        signature = inspect.signature(unwrapped(model).forward)
+    except (TypeError, ValueError):  # a builtin
+        return function
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    rest = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    function.__signature__ = inspect.Signature([this, *rest])  # type: ignore[attr-defined]
+    return function
+
+
+def _copied_out(value: Any) -> Any:
+    return tree.map_tensors(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, value)
+
+
+def _never_ran(path: str, target: Target, why: str) -> NeverRanError:
+    held = [repr(f"{target.site.path}.{name}") for name in target.module._modules if target.tensor is None][:2]
+    one_by_one = f" Or the model calls what it holds one by one: choose {' or '.join(held)}." if held else ""
+    return NeverRanError(f"{path!r} was selected and never ran: {why}{one_by_one}")
+
+
+def _only(values: list[Any], path: str) -> Any:
+    if len(values) > 1:
+        raise AmbiguousCallError(f"{path!r} ran {len(values)} times. Say which call: '{path}#0' is the first.")
+    return values[0]

@@ -1,0 +1,1 @@
+"""Two sides compared: models, programs, recordings, arrays; and where they first part."""

@@ -1,0 +1,195 @@
+"""What is known of the padding of a batch, and whether the model itself lets padding into the features of a row."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._core import calling
+from torchhook._core.select import Target
+from torchhook._extract.inputs import fields_of, mask_beside
+from torchhook._features.api import shown
+from torchhook._values import tree
+from torchhook._values.call_masks import look_padded, masks_in
+from torchhook._values.padding import Asked, Lengths, Masks
+from torchhook._values.tree import Inputs
+from torchhook.errors import PaddingWarning, warn
+
+Said: TypeAlias = "Masks | Lengths | Literal[False] | None"
+"""What ``lengths=`` says of a batch: ``None`` if it was left out, ``False`` if nothing is to be taken for padding."""
+
+# Shares of the largest value. Another order of sums makes a hundredth of the first in float32; CUDA may round to TF32.
+_LITTLE, _LITTLE_ON_CUDA, _LITTLE_IN_HALVES = 1e-3, 1e-2, 1e-1
+
+
+class PaddingOf:
+    """Finds the padding of the batches that a model is called with, for each of the sites."""
+
+    def __init__(self, model: nn.Module, targets: Sequence[Target]) -> None:
+        self.paths = {str(target.site): target.site.path for target in targets}
+        self.parameters = _parameters(model)
+        self.pads, self.likely_pads = _pad_ids(model)
+        self.warned = self.tried = False
+
+    def __call__(self, call: Inputs, batch: Any, said: Said, wanted: bool) -> dict[str, Asked]:
+        """What is known for each site where anything is. ``wanted`` says whether any transform may ask."""
+        if said is not None:
+            return {site: Asked(said) for site in self.paths} if said else {}
+        beside = mask_beside(batch)
+        also = fields_of(batch) if beside is None else {"attention_mask": beside}
+        found = masks_in(call, self.parameters, also)
+        if found.masks:
+            masks = {site: found.of_site(path) for site, path in self.paths.items()}
+            return {site: Asked(mask) for site, mask in masks.items() if mask is not None}
+        # Once told, it need not be looked for again.
+        if not wanted or self.warned or not look_padded(call, self.pads, self.likely_pads):
+            return {}
+        return {site: Asked(None) for site in self.paths}
+
+    def say_unknown(self, known: Mapping[str, Asked]) -> None:
+        """Warn, once, if a transform took padding in because nobody knows what is padding."""
+        asked = [site for site, padding in known.items() if padding.known is None and padding.asked]
+        if asked and not self.warned:
+            self.warned = True
+            warn(
+                f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known, "
+                "so that padding is part of the features, and other batches give others. Give the model its attention "
+                "mask, or say lengths= (a field of the batch, or a function of it: lengths or a mask; lengths=False "
+                "if this is no padding).",
+                PaddingWarning,
+            )
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # a forward that is no Python function
+        return []
+
+
+def _pad_ids(model: nn.Module) -> tuple[set[int], set[int]]:
+    """Token ids that the model takes for padding, and those that a run of at an end is likely to be."""
+    config = getattr(model, "config", None)
+    told = {getattr(config, "pad_token_id", None)}
+    told |= {module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
+    pads = {pad for pad in told if isinstance(pad, int) and pad >= 0}
+    end = getattr(config, "eos_token_id", None)
+    return pads, {0 if not pads else -1, end if isinstance(end, int) else -1} - {-1}
+
+
+# -- does the model itself let padding in -------------------------------------------------------------
+
+
+class Trial:
+    """One row of a padded batch is run again, alone and unpadded: its features should be the same."""
+
+    def __init__(self, call: Inputs, known: Mapping[str, Asked], whole: bool, halves: bool) -> None:
+        self.call, self.known, self.whole, self.halves = call, known, whole, halves
+        self.values: dict[str, list[Tensor]] = {}
+        self.mask = _padded_mask(known, call)
+        self.row = 0 if self.mask is None else _row_to_try(self.mask)
+
+    def keep(self, put: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
+        """``put``, remembering what the row has in its batch."""
+
+        def both(site: str, value: Any) -> None:
+            # Who did not ask for the padding wants it in, as masked=False says.
+            if self.mask is not None and site in self.known and (self.whole or self.known[site].asked):
+                self.values[site] = _tensors(value, len(self.mask), self.mask, self.row)
+            put(site, value)
+
+        return both
+
+    def run(self, run: Callable[[Inputs, Callable[[str, Any], None]], None]) -> bool:
+        """Warn if the row has other features alone; false if there was nothing to try."""
+        if self.mask is None or not self.values:
+            return False
+        alone: dict[str, list[Tensor]] = {}
+
+        def put(site: str, value: Any) -> None:
+            alone[site] = _tensors(value, 1, None, 0)
+
+        restore = calling.random_numbers()
+        # A model that cannot run one row alone is not wrong for that: then there is nothing to compare.
+        with contextlib.suppress(Exception):
+            run(_one_row(self.call, self.mask, self.row), put)
+        restore()
+        for site, parts in self.values.items():
+            for one, other in zip(parts, alone.get(site, ()), strict=False):
+                if _differ(one, other, self.halves):
+                    self._say(site, one, other)
+                    return True
+        return True
+
+    def _say(self, site: str, one: Tensor, other: Tensor) -> None:
+        most, largest = float((one - other).abs().max()), float(other.abs().max())
+        warn(
+            f"{shown(site)!r}: row {self.row} of a batch has other features alone and unpadded than in its padded "
+            f"batch (by up to {most:.3g}, where the largest is {largest:.3g}): the model itself lets padding in. "
+            "Does it get the attention mask? Padded on the left, a model with absolute positions needs position_ids "
+            "too: (mask.cumsum(1) - 1).clamp(min=0). Else make batches of rows of one length.",
+            PaddingWarning,
+        )
+
+
+def _row_to_try(mask: Tensor) -> int:
+    """The row with the most padding shows the most; of one position, time and batch could not be told apart."""
+    counts = mask.sum(1)
+    return int(counts.masked_fill(counts < 2, mask.shape[1]).argmin())
+
+
+def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
+    """The one mask of all sites, if it marks padding and fits what the model is called with."""
+    kinds = {id(asked.known): asked.known for asked in known.values()}
+    masks = [mask for kind in kinds.values() if isinstance(kind, Masks) for _, mask in kind.masks]
+    if any(not torch.equal(masks[0], mask) for mask in masks[1:]):
+        return None  # of an encoder and a decoder, say: one row would have to be cut in two ways
+    for padding in kinds.values():
+        for tensor in tree.tensors(call):
+            if (
+                padding is not None
+                and not tensor.is_nested
+                and tensor.dim() > 1
+                and padding.fits(len(tensor), tensor.shape[1])
+            ):
+                with contextlib.suppress(ValueError):  # a row without a real position: the transform says so
+                    return padding.at(len(tensor), tensor.shape[1])
+    return None
+
+
+def _tensors(value: Any, rows: int, mask: Tensor | None, row: int) -> list[Tensor]:
+    """The features of a row, without its padding; empty where there are more or fewer rows, which is told elsewhere."""
+    found = []
+    for tensor in tree.tensors(value):
+        if tensor.dim() and not tensor.is_nested and len(tensor) == rows and tensor.is_floating_point():
+            one = tensor[row]
+            if mask is not None and tensor.dim() > 2 and tensor.shape[1] == mask.shape[1]:
+                one = one.index_select(0, mask[row].nonzero().squeeze(1).to(tensor.device))
+            found.append(one.detach().clone())
+    return found
+
+
+def _one_row(call: Inputs, mask: Tensor, row: int) -> Inputs:
+    real = mask[row].nonzero().squeeze(1)
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.is_nested or len(tensor) != len(mask):
+            return tensor
+        one = tensor[row : row + 1]
+        wide = tensor.dim() > 1 and tensor.shape[1] == mask.shape[1]
+        return one.index_select(1, real.to(tensor.device)) if wide else one
+
+    found: Inputs = tree.map_tensors(cut, call)
+    return found
+
+
+def _differ(one: Tensor, other: Tensor, halves: bool) -> bool:
+    if one.shape != other.shape or not one.numel():
+        return False
+    allowed = _LITTLE_IN_HALVES if halves else _LITTLE_ON_CUDA if one.is_cuda else _LITTLE
+    return float((one.double() - other.double()).abs().max()) > allowed * max(float(other.abs().max()), 1e-6)

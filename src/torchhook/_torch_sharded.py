@@ -1,0 +1,79 @@
+"""The private names of torch's distributed training: as ``_torch``, each with what is done where it is gone.
+
+FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+
+
+class Shard(NamedTuple):
+    """A parameter of which each rank keeps a part; while its module runs, another tensor is in its place."""
+
+    module: nn.Module
+    name: str
+    parameter: Tensor
+    value: Tensor
+    """The part of this rank."""
+    leaf: Tensor
+    """Whose post-accumulate hooks say that a gradient came."""
+    shape: torch.Size
+    group: Any
+    """FSDP1's; a DTensor knows its own."""
+    unit: Any
+    """What puts it together and takes it apart again."""
+
+
+def shards(module: nn.Module) -> list[Shard]:
+    """What a wrapper of FSDP1, or a module of FSDP2, keeps; nothing where torch no longer tells."""
+    try:
+        if hasattr(type(module), "_get_fsdp_state"):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            one = getattr(state, "_fsdp_param_group", None)
+            groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+            kept = [(p._module_info, p.sharded_param) for group in groups for p in group.fsdp_params]
+            return [Shard(m, n, p, p, p, p.shape, None, state) for info, p in kept for m, n in _places(info)]
+        handle: Any = vars(module).get("_handle")
+        flat = getattr(handle, "flat_param", None)
+        if flat is None:
+            return []
+        group = handle.process_group if handle.uses_sharded_strategy else None
+        if not flat._params:
+            return [
+                Shard(
+                    handle._fully_sharded_module,
+                    "_flat_param",
+                    flat,
+                    flat._local_shard,
+                    flat,
+                    flat.shape,
+                    group,
+                    handle,
+                )
+            ]
+        named = zip(flat._param_infos, flat._params, flat._shapes, strict=True)
+        return [Shard(i.module, i.param_name, p, p, flat, shape, group, handle) for i, p, shape in named]
+    except AttributeError:
+        return []
+
+
+def _places(info: Any) -> list[tuple[nn.Module, str]]:
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def expects_gradients(unit: Any) -> bool:
+    """Whether FSDP takes the gradients that arrive now; where nobody knows, it may."""
+    state = getattr(unit, "_training_state", None)
+    return "BACKWARD" in getattr(state, "name", "BACKWARD")
+
+
+def rank_store() -> Any:
+    """Where ranks leave word for each other without waiting; ``None`` where there is one rank, or no such place."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
+    return find() if distributed.get_world_size() > 1 else None

@@ -1,0 +1,139 @@
+"""The masks among what a model is called with, and which of them is about which site."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchhook._values import tree
+from torchhook._values.padding import Masks, as_mask
+from torchhook._values.tree import Inputs
+
+_REAL = "attention_mask"
+_PADDED = "key_padding_mask"
+"""PyTorch's own name, whose masks are true where others are false."""
+
+# What the names of masks begin with, by the part of a model that they are about: transformers' names, and torch's.
+_OF_PART = {"decoder": ("decoder_", "tgt_"), "encoder": ("encoder_", "src_", ""), "vision": ("pixel_", "vision_")}
+_VISION = ("vision", "visual", "image")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallMasks:
+    """Two-dimensional masks by their names, and the names of all arguments."""
+
+    masks: Mapping[str, Tensor]
+    names: Collection[str]
+
+    def of_site(self, path: str) -> Masks | None:
+        """What is known of the padding of what passes a module."""
+        chosen = self._of_part(self._part(path))
+        return Masks(tuple(chosen.items())) if chosen else None
+
+    def _part(self, path: str) -> str | None:
+        """Which part of a model a module is in, where parts are called with data of their own."""
+        for word in path.split("."):
+            if any(mark in word for mark in _VISION) and any(name.startswith("pixel_values") for name in self.names):
+                return "vision"
+            if word in ("encoder", "decoder"):
+                # A decoder alone, or an encoder, is all of a model of text: then the one mask is about it.
+                return word if self._has_two_parts() else None
+        return None
+
+    def _has_two_parts(self) -> bool:
+        return any(name.startswith(("decoder_", "tgt")) for name in self.names)
+
+    def _of_part(self, part: str | None) -> dict[str, Tensor]:
+        if part is not None:
+            return {name: mask for name, mask in self.masks.items() if _stem(name) in _OF_PART[part]}
+        # Outside of both, as the model's own output is: the width decides.
+        return {name: mask for name, mask in self.masks.items() if _stem(name) not in _OF_PART["vision"]}
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(_REAL).removesuffix(_PADDED).removesuffix("mask")
+
+
+def masks_in(inputs: Inputs, parameters: Sequence[str], also: Mapping[str, Any] | None = None) -> CallMasks:
+    """Find the masks in what a model with these parameters is called with; ``also`` is what else a batch held.
+
+    >>> import torch
+    >>> ids, mask = torch.tensor([[5, 6], [7, 0]]), torch.tensor([[1, 1], [1, 0]])
+    >>> masks_in(Inputs((ids, mask), {}), ["input_ids", "attention_mask"]).masks
+    {'attention_mask': tensor([[ True,  True],
+            [ True, False]])}
+    """
+    named = dict(_named(inputs, parameters))
+    tensors = list(_with_rows(inputs))
+    rows = len(tensors[0]) if tensors else None
+    # What is only called mask, or did not reach the model, may be about anything: it must fit an input's positions.
+    widths = {size for tensor in tensors if tensor.dim() in (2, 3) for size in tensor.shape[1:]}
+    # Beside one for padding, a plain mask says who may attend to whom.
+    plain = not any(name.endswith(_PADDED) for name in parameters)
+    found: dict[str, Tensor] = {}
+    for name, value in {**(also or {}), **named}.items():
+        if isinstance(value, Tensor) and value.dim() == 2 and len(value) == rows:
+            if (name not in named or name == "mask") and value.shape[1] not in widths:
+                continue
+            mask = _mask(name, value, plain)
+            if mask is not None:
+                found[name] = mask
+    return CallMasks(found, named.keys())
+
+
+def _with_rows(inputs: Inputs) -> Iterator[Tensor]:
+    """Tensors of which dim 0 may be the rows; nested ones have rows of their own lengths, and no padding."""
+    return (tensor for tensor in tree.tensors(inputs) if tensor.dim() and not tensor.is_nested)
+
+
+def _named(inputs: Inputs, parameters: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in (*zip(parameters, inputs.args, strict=False), *inputs.kwargs.items()):
+        yield name, value
+        if isinstance(value, Mapping):  # a whole batch as one argument
+            yield from ((str(key), part) for key, part in value.items())
+
+
+def _mask(name: str, value: Tensor, plain: bool) -> Tensor | None:
+    if name.endswith(_PADDED):
+        # Floats are added to scores: zero changes nothing.
+        return value.detach().cpu() == 0
+    if name.endswith(_REAL) or (plain and name == "mask"):
+        mask = as_mask(value)
+        # Floats that are zero throughout are to be added to scores: they take nothing away.
+        return mask if mask is not None and (not value.is_floating_point() or bool(mask.any())) else None
+    return None
+
+
+# -- rows that look padded -----------------------------------------------------------------------------
+
+
+def look_padded(inputs: Inputs, pads: Collection[int], likely: Collection[int] = (0,)) -> bool:
+    """Whether rows of what a model is called with begin or end with padding, more of it in some than in others.
+
+    ``pads`` are the token ids that the model takes for padding; a run of a ``likely`` one at an end is taken for it.
+
+    >>> import torch
+    >>> look_padded(Inputs((torch.tensor([[5, 6, 7], [8, 1, 1]]),), {}), {1})
+    True
+    """
+    for tensor in _with_rows(inputs):
+        if tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex() and tensor.shape[1] > 1:
+            sure = any(_uneven(tensor == pad, least=1) for pad in pads)
+            return sure or any(_uneven(tensor == pad, least=2) for pad in likely)
+        if tensor.dim() == 3 and tensor.is_floating_point() and tensor.shape[1] > 1:
+            # The ends first: to look at every number of every batch would take as long as to load it.
+            ends = (tensor[:, [0, -1]] == 0).all(-1)
+            return bool(ends.any()) and _uneven((tensor == 0).all(-1), least=2)
+    return False
+
+
+def _uneven(pads: Tensor, least: int) -> bool:
+    """Whether the runs of padding at one end have different lengths; the longest has ``least`` positions or more."""
+    for side in (pads, pads.flip(1)):
+        runs = side.int().cumprod(1).sum(1)
+        if len(runs) and int(runs.max()) >= least and int(runs.min()) < int(runs.max()):
+            return True
+    return False

@@ -1,0 +1,113 @@
+"""Tensors whose elements are not all here: the parts of a DTensor, and memory that was given back.
+
+One way for all who read or make values: ``local`` is what lies on this rank, ``full`` the whole, for which every rank
+of the mesh has to ask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._values.wrappers import faked_like, plain
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each rank holds a part.
+
+    >>> is_distributed(torch.ones(3))
+    False
+    """
+    # Known by what it has: importing DTensor only to ask takes a second, and may not be possible at all.
+    return type(tensor) not in _PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Whether the ranks hold summands of the elements, which are the elements only once they are added up."""
+    return is_distributed(tensor) and any(p.is_partial() for p in _placements(tensor))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, as an ordinary tensor: all of it, unless it is a DTensor.
+
+    >>> local(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    if is_distributed(tensor):
+        return local(tensor.to_local())  # type: ignore[attr-defined]
+    found = plain(tensor)
+    return tensor if found is None else found
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor. Every rank of a DTensor's mesh has to ask, in the same order, or those that do wait forever.
+
+    >>> full(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same elements, as a DTensor where ``other`` is one: laid out as it, if the shape is the same.
+
+    A plain tensor is taken for the whole, the same on every rank.
+    """
+    if not is_distributed(other):
+        return faked_like(tensor, other)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh: Any = other.device_mesh  # type: ignore[attr-defined]
+    if not is_distributed(tensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    # A sum of parts has no layout that whole elements could be given.
+    if tensor.shape != other.shape or _placements(tensor) == _placements(other) or is_partial(other):
+        return tensor
+    return tensor.redistribute(mesh, _placements(other))  # type: ignore[attr-defined, no-any-return]
+
+
+def traits(tensor: Tensor) -> dict[str, Any]:
+    """What whoever goes on with a value counts on.
+
+    >>> traits(torch.ones(2))
+    {'kind of tensor': 'Tensor', 'shape': (2,), 'dtype': torch.float32, 'device': device(type='cpu')}
+    """
+    kind = "DTensor" if is_distributed(tensor) else "Tensor"
+    return {"kind of tensor": kind, "shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": tensor.device}
+
+
+def sharded_over(tensor: Tensor) -> tuple[Any, ...]:
+    """The process groups over which the parts of a DTensor lie; none, where every rank has all of it."""
+    if not is_distributed(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, p in enumerate(_placements(tensor)) if p.is_shard())
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether a tensor has elements and no memory: FSDP frees gathered weights, and to read one ends the process.
+
+    >>> x = torch.ones(3)
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> is_freed(x), is_freed(torch.empty(0))
+    (True, False)
+    """
+    try:
+        return tensor.numel() > 0 and tensor.device.type != "meta" and not tensor.untyped_storage().nbytes()
+    except (
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # wrappers and layouts without memory of their own
+        return False
+
+
+def _placements(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.placements)  # type: ignore[attr-defined]

@@ -1,0 +1,20 @@
+"""The catalogue of edits: what a session may do to a passing value before the model goes on with it.
+
+An edit is any function ``f(value)`` or ``f(value, site)`` that returns the new value, or ``None`` to leave the
+value as it is. Those here never write to the value itself. On a nested value, ``zero``, ``scale``, ``clamp``,
+``noise`` and ``mean`` change every floating-point tensor; the others need to be told which one with ``at``. Where there
+is none, as before an embedding, ``zero`` and ``clamp`` change the integers; the others refuse.
+
+They are values: they print as they were written, compare by what they hold, and pickle.
+
+>>> import torch
+>>> add(torch.ones(768)) == add(torch.ones(768)), [scale(2), at("0", zero())]
+(True, [edits.scale(2), edits.at('0', edits.zero())])
+"""
+
+from torchhook.edits.adapting import adapt as adapt
+from torchhook.edits.catalogue import add, at, clamp, mean, noise, patch, replace, scale, zero
+from torchhook.edits.changing import check as check
+from torchhook.edits.protocol import Edit
+
+__all__ = ["Edit", "add", "at", "clamp", "mean", "noise", "patch", "replace", "scale", "zero"]

@@ -1,0 +1,226 @@
+"""The edits that come with the library: makers, and the values that they make."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._recording.address import Site
+from torchhook._recording.records import Recording
+from torchhook._values import tree
+from torchhook._values.subclasses import placed_like
+from torchhook._values.wrappers import faked_like, is_fake, like
+from torchhook.edits.adapting import adapt
+from torchhook.edits.changing import change_all, change_one, fitting, mismatch, with_recorded
+from torchhook.edits.protocol import CataloguedEdit, Edit
+from torchhook.errors import EditError
+
+
+def replace(new: Any) -> Edit:
+    """Put ``new`` in the place of the value; a tensor or number is broadcast to its shape.
+
+    >>> replace(1.0)(torch.zeros(2), Site("fc"))
+    tensor([1., 1.])
+    """
+    return _Replace(new)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Replace(CataloguedEdit):
+    new: Any
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        new = self.new
+        if isinstance(new, (Tensor, int, float)):
+            return change_one(lambda t: fitting(new, t, site).expand_as(t).clone(), value, site, "replace")
+        return tree.map_tensors(torch.clone, new)  # the model may write to it
+
+
+def add(vector: Tensor | float) -> Edit:
+    """Add a tensor or number, broadcast from the right: a steering vector to a residual stream.
+
+    >>> add(torch.tensor([1.0, 2.0]))(torch.zeros(1, 2), Site("h.3"))
+    tensor([[1., 2.]])
+    """
+    return _Add(vector)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Add(CataloguedEdit):
+    vector: Tensor | float
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return change_one(lambda t: t + fitting(self.vector, t, site), value, site, "add")
+
+
+def scale(factor: float) -> Edit:
+    """Multiply by a number."""
+    return _Scale(factor)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Scale(CataloguedEdit):
+    factor: float
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return change_all(lambda t: t * self.factor, value, site, "scale")
+
+
+def zero() -> Edit:
+    """Put zeros in the place of the value: ablate the site."""
+    return _Zero()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Zero(CataloguedEdit):
+    def __call__(self, value: Any, site: Site) -> Any:
+        return change_all(torch.zeros_like, value, site, "zero", integers=True)
+
+
+def mean(dim: int | Sequence[int] = 0) -> Edit:
+    """Put its mean over ``dim`` (the batch, unless said otherwise) in the place of the value."""
+    return _Mean(dim if isinstance(dim, int) else tuple(dim))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Mean(CataloguedEdit):
+    dim: int | tuple[int, ...] = 0
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return change_all(lambda t: t.mean(dim=self.dim, keepdim=True).expand_as(t).clone(), value, site, "mean")
+
+
+def clamp(low: float | None = None, high: float | None = None) -> Edit:
+    """Limit every element to ``[low, high]``."""
+    if low is None and high is None:
+        raise ValueError("edits.clamp needs a low limit, a high limit or both.")
+    return _Clamp(low, high)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Clamp(CataloguedEdit):
+    low: float | None = None
+    high: float | None = None
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return change_all(lambda t: t.clamp(self.low, self.high), value, site, "clamp", integers=True)
+
+
+def noise(std: float, seed: int = 0) -> Edit:
+    """Add Gaussian noise, another for every site and call, without touching the model's random numbers.
+
+    The same call gets the same noise again: activation checkpointing computes it twice.
+    """
+    return _Noise(std, seed=seed)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Noise(CataloguedEdit):
+    std: float
+    seed: int = field(default=0, kw_only=True)
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        leaf = count()  # each tensor of a value gets noise of its own
+
+        def perturb(tensor: Tensor) -> Tensor:
+            key = zlib.crc32(f"{self.seed} {site} {next(leaf)}".encode())  # hash() differs between processes
+            if is_fake(tensor):  # no device to draw on, and nothing to draw
+                return tensor.clone()
+            generator = torch.Generator(tensor.device).manual_seed(key)
+            # In single precision whatever the tensor has: not every dtype can be drawn.
+            drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+            return tensor + placed_like((self.std * drawn).to(tensor.dtype), tensor)
+
+        return change_all(perturb, value, site, "noise")
+
+
+def patch(
+    recording: Recording,
+    positions: int | slice | Sequence[int] | Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    source: str | None = None,
+    dim: int = 1,
+) -> Edit:
+    """Put in what ``recording`` holds for this site and call: activation patching.
+
+    ``positions`` restricts it to some indices of ``dim`` (the tokens of a batch-first sequence), ``mask`` to where a
+    boolean tensor is true. ``source`` takes the value of another site instead.
+    """
+    if positions is not None and mask is not None:
+        raise ValueError("edits.patch takes positions= or mask=, not both.")
+    return _Patch(recording, positions, mask=mask, source=source, dim=dim)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Patch(CataloguedEdit):
+    recording: Recording
+    positions: int | slice | Sequence[int] | Tensor | None = None
+    _: KW_ONLY
+    mask: Tensor | None = None
+    source: str | None = None
+    dim: int = 1
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        here = site if site in self.recording else site.every_call  # one recorded call serves them all
+        recorded = self.recording[here if self.source is None else self.source]
+        if self.positions is None and self.mask is None:
+            return with_recorded(recorded, value, site)
+        found = list(tree.tensors(recorded))
+        if len(found) != 1:
+            raise EditError(f"{site.shown}: edits.patch needs one recorded tensor, found {tree.describe(recorded)}.")
+
+        def mix(tensor: Tensor) -> Tensor:
+            new = placed_like(like(found[0], tensor), tensor)
+            if new.shape != tensor.shape:
+                raise mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
+            if self.mask is not None:
+                return torch.where(placed_like(self.mask.to(tensor.device), tensor), new, tensor)
+            index: list[Any] = [slice(None)] * tensor.dim()
+            chosen = self.positions
+            # torch would make an ordinary tensor of a list, which no fake tensor takes.
+            as_tensor = is_fake(tensor) and isinstance(chosen, (list, tuple))
+            index[self.dim] = faked_like(torch.as_tensor(chosen), tensor) if as_tensor else chosen
+            result = tensor.clone()
+            result[tuple(index)] = new[tuple(index)]
+            return result
+
+        return change_one(mix, value, site, "patch")
+
+    def parts(self) -> dict[str, Any]:
+        records = [(record.site.parts, record.call, record.value) for record in self.recording.records()]
+        return super().parts() | {"recording": records}  # a recording itself is only equal to itself
+
+    def __hash__(self) -> int:  # the recording may still be filling
+        return hash((_Patch, self.source, self.dim))
+
+
+def at(leaf: str, edit: Callable[..., Any]) -> Edit:
+    """Apply an edit, or several in order, to one leaf of a nested value: ``"1.0"`` is the first state of an LSTM.
+
+    >>> at("1", [add(1.0), scale(3)])((torch.zeros(1), torch.zeros(1)), Site("lstm"))
+    (tensor([0.]), tensor([3.]))
+    """
+    return _At(str(leaf), adapt(edit))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _At(CataloguedEdit):
+    leaf: str
+    edit: Edit
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        def change(part: Any) -> Any:
+            new = self.edit(part, site)
+            return part if new is None else new
+
+        try:
+            return tree.put(value, self.leaf, change)
+        except KeyError as error:
+            raise EditError(f"{site.shown}: edits.at({self.leaf!r}): {error.args[0]}") from None

@@ -1,0 +1,105 @@
+"""How the catalogue changes values: which tensors of one, and what has to stay as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._recording.address import Site
+from torchhook._values import elements, tree
+from torchhook._values.subclasses import placed_like, traits
+from torchhook._values.wrappers import like, through_numbers
+from torchhook.errors import EditError
+
+
+def check(old: Any, new: Any, site: Site) -> None:
+    """Refuse an edit that changes the structure of a value, or the shape, dtype or device of a tensor in it."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor):  # nearly always: no tree to walk
+        _check_tensor(old, new, site)
+        return
+    if not tree.same_structure(old, new):
+        raise mismatch(site, "structure", _kind(old), _kind(new))
+    for (address, was), (_, now) in zip(tree.leaves(old), tree.leaves(new), strict=True):
+        if isinstance(was, Tensor):
+            if not isinstance(now, Tensor):
+                raise mismatch(site, f"leaf {address!r}" if address else "value", tree.describe(was), repr(now))
+            _check_tensor(was, now, site)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {tree.describe(value)}"
+
+
+def _check_tensor(old: Tensor, new: Tensor, site: Site) -> None:
+    for (what, was), now in zip(traits(old).items(), traits(new).values(), strict=True):
+        if was != now:
+            raise mismatch(site, what, was, now)
+
+
+def mismatch(site: Site, what: str, expected: object, found: object) -> EditError:
+    return EditError(
+        f"{site.shown}: the edit changes the {what}: expected {expected}, found {found}. "
+        "Return a value like the one that passes."
+    )
+
+
+def change_all(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str, integers: bool = False) -> Any:
+    """Change every floating-point tensor: indices and sizes beside them stay valid. Only a value without any is
+    changed in its ``integers``, if the edit makes sense of those; one that would stay as it is, is refused.
+    """
+    found = list(tree.tensors(value))
+    floats = any(_is_float(t) for t in found)
+    if not floats and not (integers and found):
+        raise EditError(
+            f"{site.shown}: edits.{name} changes {'' if integers else 'floating-point '}tensors, and this value has "
+            f"none: {_kind(value)}"
+            f"{''.join(f', {t.dtype}' for t in found[:4])}."
+        )
+    return tree.map_tensors(lambda t: _changed(change, t) if not floats or _is_float(t) else t, value)
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized
+
+
+def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    return placed_like(through_numbers(change, tensor), tensor)
+
+
+def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str) -> Any:
+    if isinstance(value, Tensor):
+        return _changed(change, value)
+    found = [address for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
+    if len(found) != 1:
+        listed = ", ".join(map(repr, found[:6])) or "none"
+        raise EditError(
+            f"{site.shown}: edits.{name} changes one tensor, and this value has {len(found)}: {listed}. "
+            f"Name one with edits.at({found[0] if found else '…'!r}, edits.{name}(…))."
+        )
+    return tree.put(value, found[0], lambda tensor: _changed(change, tensor))
+
+
+def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
+    """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
+    given = torch.as_tensor(new)
+    if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
+        raise mismatch(site, "dtype", old.dtype, given.dtype)
+    tensor = placed_like(given.to(old.device, old.dtype), old)
+    try:
+        if torch.broadcast_shapes(tensor.shape, old.shape) == old.shape:
+            return tensor
+    except RuntimeError:
+        pass
+    raise mismatch(site, "shape", tuple(old.shape), tuple(tensor.shape))
+
+
+def with_recorded(recorded: Any, value: Any, site: Site) -> Any:
+    """The passing value with the recorded tensors in the place of its own, as copies: the model may write to them."""
+    before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
+    if len(before) != len(after):  # their classes may differ: a loaded recording has others
+        raise mismatch(site, "structure", _kind(value), _kind(recorded))
+    fitted = (placed_like(like(new, old), old) for old, new in zip(before, after, strict=True))
+    return tree.with_tensors(value, fitted)

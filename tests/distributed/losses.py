@@ -1,0 +1,159 @@
+"""Scenarios: losses on values that were kept alive inside of what FSDP wraps; tensor parallelism; pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+import torchhook as th
+from tests.distributed.models import Net, batch, fsdp1, fsdp2, gradients, loss, net, share
+from torchhook import edits
+
+INSIDE = ["blocks.0.a", "blocks.0.b:input", "blocks.0.b.weight", "head.weight"]
+OUTSIDE = ["blocks.0", "head", "(model)", "blocks.1:input", "blocks.0.a:input"]
+
+
+def alone() -> Any:
+    """A loss on nothing but the kept value."""
+    found = {}
+    for kind, make in (("fsdp1", fsdp1), ("fsdp2", fsdp2)):
+        for site in [*INSIDE, *OUTSIDE]:
+            model: nn.Module = make()
+            with th.capture(model, site, keep="live") as rec:
+                model(share(batch()).requires_grad_())
+            try:
+                rec[site].pow(2).sum().backward()
+                # FSDP1 waits for a gradient at its root before it lets anyone look.
+                found[kind, site] = gradients(model) if kind == "fsdp2" else "no error"
+            except th.errors.SessionError as error:
+                found[kind, site] = str(error)
+    return found
+
+
+def added() -> Any:
+    """The same, added to a loss on the output."""
+    found = {}
+    for kind, make in (("fsdp1", fsdp1), ("fsdp2", fsdp2)):
+        for site in ["blocks.0.a", "blocks.0.b:input", "blocks.0"]:
+            model: nn.Module = make()
+            with th.capture(model, site, keep="live") as rec:
+                output = model(share(batch()))
+            (loss(output) + loss(rec[site])).backward()
+            found[kind, site] = gradients(model)
+    return found
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------
+
+
+def parallel(use_local_output: bool = True, model: Net | None = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = net() if model is None else model
+    for block in model.blocks:
+        a = ColwiseParallel(use_local_output=use_local_output)
+        b = RowwiseParallel(input_layouts=Shard(-1))
+        parallelize_module(block, init_device_mesh("cpu", (distributed.get_world_size(),)), {"a": a, "b": b})
+    return model
+
+
+def tensor_parallel() -> Any:
+    model = parallel(use_local_output=False)
+    with th.capture(model, "blocks.0.a", "blocks.0", "blocks.0.a:grad", "blocks.0.a.weight:grad", gather="full") as rec:
+        loss(model(batch())).backward()
+    return {key: rec[key] for key in rec}, gradients(model)
+
+
+def tensor_parallel_edits() -> Any:
+    model = parallel(use_local_output=False)
+    vector = torch.arange(10.0)
+    with th.edit(model, {"blocks.0.a": edits.add(vector), "blocks.1.a": edits.zero()}):
+        return model(batch()).detach()
+
+
+def tensor_parallel_clip() -> Any:
+    model = parallel()
+    with th.clip_gradients(model, norm=0.5):
+        loss(model(batch())).backward()
+    return gradients(model)
+
+
+def tensor_parallel_watch() -> Any:
+    model = parallel(use_local_output=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with th.watch(model, every=10) as w:
+        for _ in range(100):
+            optimizer.zero_grad()
+            loss(model(batch())).backward()
+            optimizer.step()
+    return [(shot.step, shot.sites) for shot in w.history]
+
+
+def tensor_parallel_guard() -> Any:
+    model = net()
+    with torch.no_grad():
+        model.blocks[1].b.weight[0, 0] = float("nan")
+    wrapped = parallel(model=model)
+    with th.guard(wrapped, action="record") as g:
+        wrapped(batch())
+    return [(f.kind, str(f.site)) for f in g.findings]
+
+
+def saved_parts() -> Any:
+    import tempfile
+    import warnings
+
+    model = parallel(use_local_output=False)
+    with th.capture(model, "blocks.0.a") as rec, torch.no_grad():
+        model(batch())
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rec.save(f"{folder}/rec.safetensors")
+        return th.load(f"{folder}/rec.safetensors")["blocks.0.a"], [str(w.message) for w in said]
+
+
+# -- a pipeline ---------------------------------------------------------------------------------------------
+
+
+def pipeline() -> Any:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank = distributed.get_rank()
+    whole = net()
+    part = whole.blocks[0] if rank == 0 else nn.Sequential(whole.blocks[1], whole.head)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda y, target: loss(y) / 4)
+    sites = ["a", "a.weight:grad"] if rank == 0 else ["1", "1.weight:grad"]
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(batch())
+        else:
+            schedule.step(target=torch.zeros(8, 3))
+
+    step()  # the first one calls each stage once more, to learn the shapes
+    part.zero_grad()
+    with th.watch(part) as w, th.guard(part) as g, th.capture(part, *sites) as rec:
+        step()
+    total = sum(rec.all(sites[1]))
+    return rec.cat(sites[0]), total, len(w.history), len(g.findings)
+
+
+SCENARIOS = {
+    f.__name__: f
+    for f in (
+        alone,
+        added,
+        tensor_parallel,
+        tensor_parallel_edits,
+        tensor_parallel_clip,
+        tensor_parallel_watch,
+        tensor_parallel_guard,
+        saved_parts,
+        pipeline,
+    )
+}

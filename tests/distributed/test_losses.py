@@ -1,0 +1,134 @@
+"""Losses on kept values, tensor parallelism and pipelines on two ranks, against a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchhook as th
+from tests.distributed.losses import INSIDE, OUTSIDE
+from tests.distributed.models import batch, loss, net
+from tests.distributed.ranks import Results
+from tests.distributed.test_watching import by_hand, check
+from torchhook import edits
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(results: Callable[[str], Results]) -> Results:
+    return results("tests.distributed.losses")
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def close(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+# -- losses on kept values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("site", INSIDE)
+def test_a_loss_whose_gradients_fsdp_would_lose_is_refused(found: Results, kind: str, site: str) -> None:
+    for said in found["alone"]:
+        assert f"{site!r}: a loss on this value alone would lose the gradients" in said[kind, site]
+        assert ("'blocks.0'" if site.startswith("blocks") else "the model") in said[kind, site]
+
+
+@pytest.mark.parametrize("site", OUTSIDE)
+def test_a_loss_that_comes_through_an_output_of_fsdp_gives_the_gradients_of_a_single_process(
+    found: Results, site: str
+) -> None:
+    model = net()
+    with th.capture(model, site, keep="live") as rec:
+        model(batch().requires_grad_())
+    (rec[site].pow(2).sum() / 2).backward()  # FSDP takes the mean over the ranks
+    for after in found["alone"]:
+        close(after["fsdp2", site], grads(model))
+        assert after["fsdp1", site] == "no error"
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("site", ["blocks.0.a", "blocks.0.b:input", "blocks.0"])
+def test_a_loss_that_is_added_to_one_on_the_output_is_right(found: Results, kind: str, site: str) -> None:
+    model = net()
+    with th.capture(model, site, keep="live") as rec:
+        output = model(batch())
+    (loss(output) + loss(rec[site])).backward()
+    for after in found["added"]:
+        close(after[kind, site], grads(model))
+
+
+# -- tensor parallelism -----------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_values_and_gradients_are_whole_when_gathered(found: Results) -> None:
+    model = net()
+    with th.capture(model, "blocks.0.a", "blocks.0", "blocks.0.a:grad", "blocks.0.a.weight:grad") as rec:
+        loss(model(batch())).backward()
+    for captured, after in found["tensor_parallel"]:
+        close(captured, {key: rec[key] for key in rec})
+        close(after, grads(model))
+
+
+def test_a_plain_vector_is_added_to_a_dtensor(found: Results) -> None:
+    model = net()
+    with th.edit(model, {"blocks.0.a": edits.add(torch.arange(10.0)), "blocks.1.a": edits.zero()}):
+        expected = model(batch()).detach()
+    for output in found["tensor_parallel_edits"]:
+        close(output, expected)
+
+
+def test_the_norm_of_tensor_parallel_gradients_is_that_of_the_whole(found: Results) -> None:
+    model = net()
+    loss(model(batch())).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    for after in found["tensor_parallel_clip"]:
+        close(after, grads(model))
+
+
+def test_tensor_parallel_models_are_watched_as_a_whole(found: Results) -> None:
+    a = net().blocks[0].a(batch()).detach()
+    for history in found["tensor_parallel_watch"]:
+        check(history, by_hand(100))
+        sites = history[0][1]
+        for name, value in (("mean", a.mean()), ("std", a.std(correction=0)), ("min", a.min()), ("norm", a.norm())):
+            assert sites["blocks.0.a"][name] == pytest.approx(value.item(), rel=1e-4), name
+
+
+def test_a_bad_part_of_a_weight_is_named(found: Results) -> None:
+    first, second = found["tensor_parallel_guard"]
+    assert first == [("parameter", "blocks.1.b.weight")]
+    assert len(second) == 1  # it is given what the other rank made of it
+
+
+def test_a_rank_saves_its_part_and_says_so(found: Results) -> None:
+    expected = net().blocks[0].a(batch()).detach()
+    parts = found["saved_parts"]
+    close(torch.cat([part for part, _ in parts], dim=1), expected)
+    for _, said in parts:
+        assert len(said) == 1
+        assert "saved as this rank's part of it, (8, 5)" in said[0]
+
+
+# -- a pipeline -----------------------------------------------------------------------------------------------
+
+
+def test_the_stages_of_a_pipeline_are_hooked_one_by_one(found: Results) -> None:
+    model = net()
+    with th.capture(model, "blocks.0.a", "head") as rec:
+        loss(model(batch())).backward()
+    (a, a_grad, *first), (head, head_grad, *second) = found["pipeline"]
+    close(a, rec["blocks.0.a"])
+    close(head, rec["head"])
+    close(a_grad, model.blocks[0].a.weight.grad)
+    close(head_grad, model.head.weight.grad)
+    assert (first, second) == ([4, 0], [4, 0])  # a call for each microbatch

@@ -1,0 +1,133 @@
+"""Edits of tensors that are more than their memory: quantized, fake, wrapped. The oracle is torch's own arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.values.wrapped import Wrapped
+from torchhook import edits
+from torchhook._capture import run
+
+SCALE, ZERO = 0.05, 20
+VECTOR = torch.tensor([1.0, -1.0, 0.5])
+
+
+def quantized(value: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that quantized tensors will go
+        return torch.quantize_per_tensor(value, SCALE, ZERO, torch.quint8)
+
+
+class Quantized(nn.Module):
+    """Returns a quantized tensor, and what it stands for after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant = nn.Identity()
+        self.after = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.quant(quantized(x)).dequantize())
+
+
+X = torch.tensor([[0.5, 2.0, -0.7], [1.5, 0.0, 3.0]])
+
+CASES: list[tuple[Any, Any]] = [
+    (edits.zero(), lambda x: x * 0),
+    (edits.scale(2), lambda x: x * 2),
+    (edits.add(VECTOR), lambda x: x + VECTOR),
+    (edits.add(0.5), lambda x: x + 0.5),
+    (edits.clamp(0, 1), lambda x: x.clamp(0, 1)),
+    (edits.mean(), lambda x: x.mean(0, keepdim=True).expand_as(x)),
+    (edits.replace(0.25), lambda x: torch.full_like(x, 0.25)),
+    (edits.replace(VECTOR), lambda x: VECTOR.expand_as(x)),
+]
+
+
+@pytest.mark.parametrize(("edit", "change"), CASES, ids=[repr(edit) for edit, _ in CASES])
+def test_a_quantized_value_is_changed_in_what_it_stands_for(edit: Any, change: Any) -> None:
+    found, rec = run(Quantized(), X, capture="quant", edit={"quant": edit})
+    expected = quantized(change(quantized(X).dequantize()))
+    assert torch.equal(rec["quant"].int_repr(), expected.int_repr())
+    assert (rec["quant"].q_scale(), rec["quant"].q_zero_point()) == (SCALE, ZERO)
+    assert torch.equal(found, expected.dequantize())
+
+
+def test_noise_on_a_quantized_value_is_that_on_a_plain_one() -> None:
+    found, _ = run(Quantized(), X, edit={"quant": edits.noise(0.5, seed=3)})
+
+    class Plain(Quantized):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.quant(quantized(x).dequantize())
+
+    expected, _ = run(Plain(), X, edit={"quant": edits.noise(0.5, seed=3)})
+    assert torch.equal(found, quantized(expected).dequantize())
+    assert not torch.equal(found, quantized(X).dequantize())
+
+
+def test_recorded_values_are_patched_into_quantized_ones() -> None:
+    _, source = run(Quantized(), X + 1, capture=["quant", "after"])
+    whole, _ = run(Quantized(), X, edit={"quant": edits.patch(source)})
+    assert torch.equal(whole, quantized(X + 1).dequantize())
+    some, _ = run(Quantized(), X, edit={"quant": edits.patch(source, positions=[1])})
+    expected = quantized(X).dequantize()
+    expected[:, 1] = quantized(X + 1).dequantize()[:, 1]
+    assert torch.equal(some, expected)
+    floats, _ = run(Quantized(), X, edit={"quant": edits.patch(source, source="after")})
+    assert torch.equal(floats, whole)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_layer_of_a_statically_quantized_model_is_ablated() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        torch.ao.quantization.QuantStub(), nn.Linear(4, 4), nn.Linear(4, 2), torch.ao.quantization.DeQuantStub()
+    ).eval()
+    model.qconfig = torch.ao.quantization.get_default_qconfig("onednn")
+    torch.ao.quantization.prepare(model, inplace=True)
+    x = torch.randn(16, 4)
+    model(x)
+    torch.ao.quantization.convert(model, inplace=True)
+    found, _ = run(model, x, edit={"1": edits.zero()})
+    middle = model[1](model[0](x))
+    nothing = torch.quantize_per_tensor(torch.zeros(16, 4), middle.q_scale(), middle.q_zero_point(), middle.dtype)
+    assert torch.equal(found, model[3](model[2](nothing)))
+
+
+EVERY = [edit for edit, _ in CASES] + [edits.noise(1.0)]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("edit", EVERY, ids=repr)
+def test_edits_of_fake_tensors_keep_shapes(edit: Any, inside: bool) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(5, 3)
+        if inside:
+            assert run(model, x, edit={"0": edit})[0].shape == (5, 2)
+            return
+    found, _ = run(model, x, edit={"0": edit})
+    assert (found.shape, type(found).__name__) == ((5, 2), "FakeTensor")
+
+
+def test_fake_tensors_are_patched() -> None:
+    with FakeTensorMode():
+        model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(5, 3)
+    _, rec = run(model, x, capture="0")
+    for edit in (edits.patch(rec), edits.patch(rec, positions=[0, 2]), edits.patch(rec, positions=1)):
+        assert run(model, x, edit={"0": edit})[0].shape == (5, 2)
+
+
+@pytest.mark.parametrize(("edit", "change"), CASES, ids=[repr(edit) for edit, _ in CASES])
+def test_a_wrapped_value_is_changed_as_a_plain_one(edit: Any, change: Any) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    found, _ = run(model, Wrapped(X), edit={"0": edit})
+    numbers = found.inner if isinstance(found, Wrapped) else found
+    assert torch.equal(numbers, change(X))
