@@ -314,7 +314,9 @@ def segments() -> tuple[Any, list[Any]]:
             first += started
             if recomputed is not None:
                 break
-    if not first and recomputed is None:  # a module that checkpoints itself by hooks leaves nothing on the stack
+        elif frame.f_code is _CALL:
+            first += _segments_of(frame.f_locals.get("self"))
+    if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
         recomputed, first = _segments_hooked()
     return recomputed, first
 
@@ -337,6 +339,13 @@ def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
             if held:
                 return None, held
     return None, []
+
+
+def _segments_of(module: Any) -> list[Any]:
+    """Those that a module started which checkpoints itself by hooks: it holds them while it runs."""
+    composable = sys.modules.get("torch.distributed._composable.contract")
+    states = vars(module).get(getattr(composable, "STATE_KEY", None)) if composable is not None else None
+    return [held for state in (states or {}).values() for held in _segments_in(vars(state).values())[1]]
 
 
 def _segments_hooked() -> tuple[Any, list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -320,98 +319,3 @@ def test_a_bare_segment_is_a_checkpointed_function_outside_of_the_modules_that_i
     checkpoint(function, leaf(), use_reentrant=False)
     found["outside"] = in_bare_segment()
     assert found == {"function": True, "module": False, "outside": False}
-
-
-# -- what passes through ------------------------------------------------------------------------------------------
-
-
-class PassesOn(nn.Module):
-    """Uses a bias and hands it on, as the blocks of T5 do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.layer(x) + bias), bias
-
-
-class Stack(nn.Module):
-    """One bias through several checkpointed blocks, and used once more at the end."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.bias, self.blocks = nn.Linear(3, 3), nn.ModuleList(PassesOn() for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias(x)
-        for block in self.blocks:
-            run = block if self.reentrant is None else partial(checkpoint, block, use_reentrant=self.reentrant)
-            x, bias = run(x, bias)
-        return (x * bias).square().sum()
-
-
-def by_hand(model: Stack) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """The gradients of each block, with a copy of the bias wherever a gradient is to be told apart from others."""
-    x, bias, held = leaf(), model.bias(X), []
-    x.retain_grad()
-    for block in model.blocks:
-        used, passed = bias.view_as(bias), bias.view_as(bias)
-        entered = bias
-        y = torch.tanh(block.layer(x) + used)
-        held.append({"grad": (y, passed), "grad_input": (x, entered)})
-        x, bias = y, passed
-    loss = (x * bias).square().sum()
-    return [{port: torch.autograd.grad(loss, of, retain_graph=True) for port, of in block.items()} for block in held]
-
-
-@pytest.mark.shows("Checkpointing: gradients of what a module passes through")
-@either
-@pytest.mark.parametrize("port", ["grad", "grad_input", "grad_total"])
-def test_a_tensor_that_a_checkpointed_block_passes_through_has_its_gradient(reentrant: bool, port: str) -> None:
-    model = Stack(reentrant)
-    with th.capture(model, f"blocks.*:{port}") as rec:
-        model(leaf()).backward()
-    for k, expected in enumerate(by_hand(model)):
-        (found,) = rec.all(f"blocks.{k}:{port}")
-        if port == "grad_total":
-            # All uses of one tensor: without checkpoints, and in those of the newer kind, every block has the same one.
-            shared = by_hand(model)[k if reentrant else 0]["grad_input"][1]
-            torch.testing.assert_close(tuple(found), (expected["grad"][0], shared))
-        else:
-            torch.testing.assert_close(tuple(getattr(found, "args", found)), expected[port])
-
-
-@either
-def test_the_gradient_of_what_is_passed_through_can_be_edited(reentrant: bool) -> None:
-    plain, model = Stack(None), Stack(reentrant)
-    for net in (plain, model):
-        with th.edit(net, {"blocks.1:grad": edits.at("1", edits.scale(5.0))}):
-            net(leaf()).backward()
-    torch.testing.assert_close(model.bias.weight.grad, plain.bias.weight.grad)
-    bare = Stack(None)
-    bare(leaf()).backward()
-    assert not torch.allclose(model.bias.weight.grad, bare.bias.weight.grad)
-
-
-def test_a_value_in_a_block_without_gradients_is_no_checkpoint() -> None:
-    """It is on a graph, and stays on it: nothing will run it again."""
-
-    class Quiet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.same = nn.Linear(3, 3), nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            with torch.no_grad():
-                y = self.same(y)
-            return y * 3
-
-    model = Quiet()
-    for port in ("grad", "grad_total", "grad_input"):
-        with th.capture(model, f"same:{port}") as rec:
-            model(X).sum().backward()
-        assert torch.equal(rec[f"same:{port}"], torch.full_like(X, 3)), port
