@@ -33,9 +33,10 @@ format: $(READY)
 bench: $(READY) ## speed, as ratios measured side by side
 	for name in capture watch sweep extract; do $(SAFELY) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
-hunt: $(READY) ## an interrupt at every line that any tool executes, and ten thousand new programs; takes hours
+hunt: $(READY) ## an interrupt at every line that any tool executes, 10,000 new programs, 500 kills; takes hours
 	$(BIN)/python -m tests.interrupts
 	$(SAFELY) $(BIN)/python -m tests.programs
+	$(SAFELY) $(BIN)/python -m tests.extract.kills --count 500
 
 docs: $(READY) ## every example in the documentation runs
 	$(BIN)/python -m pytest tests/test_docs.py

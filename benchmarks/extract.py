@@ -1,6 +1,6 @@
 """Features of a data set to disk and back, beside what bounds it and what people do by hand.
 
-    python benchmarks/extract.py [--rounds 3] [--json out.json]
+    python benchmarks/extract.py [--rounds 3] [--json out.json] [--only requests "tensors in memory"]
 
 Everything of one table runs in turns in one process, on the same rows; the ratios are what counts, not the seconds.
 The bound of extraction is the slower of two: the forward passes alone, over the same loader and with the same early
@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import request_counts
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,6 +169,44 @@ def throughput(
     return Table(title, ["way", ">rows/s", ">MB/s", ">of the bound"], lines), ratios
 
 
+def tensors(rounds: int) -> tuple[Table, dict[str, float]]:
+    """Rows that lie in memory, against a plain loop over slices of them that keeps its features in memory."""
+    torch.set_num_threads(1)
+    model, x = Net(64, 6).eval(), torch.rand(6_000, 3, 32, 32)
+    data = TensorDataset(x, torch.zeros(len(x), dtype=torch.long))
+    kept: list[Tensor] = []
+
+    def plain(out: Path) -> None:
+        kept.clear()
+        loader: Any = ((x[low : low + 32], None) for low in range(0, len(x), 32))
+        over(model, "stages.5", loader, lambda output: kept.append(output.clone()))
+
+    def ours(given: Any) -> Callable[[Path], None]:
+        return lambda out: (extract(model, given, "stages.5", out, batch_size=32, progress=False), None)[1]
+
+    ways: dict[str, Callable[[Path], None]] = {
+        "plain loop, nothing stored": plain,
+        "th.extract, a tensor": ours(x),
+        "th.extract, a TensorDataset": ours(data),
+        "th.extract, its DataLoader": ours(DataLoader(data, batch_size=32)),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 1):  # the first turn warms up
+        for way, run in ways.items():
+            out = Path(tempfile.mkdtemp(dir=FOLDER))
+            took = timed(lambda run=run, out=out: run(out / "store"))  # type: ignore[misc]
+            if turn:
+                seconds[way].append(took)
+            shutil.rmtree(out)
+            os.sync()
+    first = seconds["plain loop, nothing stored"]
+    ratios = {way: median(a / b for a, b in zip(first, found, strict=True)) for way, found in seconds.items()}
+    lines = [[way, f"{len(x) / median(found):,.0f}", f"{ratios[way]:.2f}"] for way, found in seconds.items()]
+    return Table(
+        "Tensors in memory, a small model on one core", ["way", ">rows/s", ">of the plain loop"], lines
+    ), ratios
+
+
 _PEAK = """
 import sys, tempfile, torch
 sys.path.insert(0, {here!r})
@@ -272,12 +311,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", help="some of the tables, by name: 'requests', 'tensors in memory', ...")
     given = parser.parse_args()
     steady_memory()
     cores, rounds = os.cpu_count() or 1, given.rounds
     small = Net(64, 6).eval()
     found: dict[str, dict[str, float]] = {}
-    for name, run in {
+    tables: dict[str, Callable[[], tuple[Table, dict[str, float]]]] = {
         "real model": lambda: throughput(
             "EfficientNet-Lite0 on all cores",
             efficientnet_lite0(),
@@ -296,9 +336,14 @@ def main() -> None:
             "Bound by the disk, from rest", Wide().eval(), "stem", 8_000, rounds, rest=3
         ),
         "disk": lambda: throughput("Bound by the disk, one after the other", Wide().eval(), "stem", 8_000, rounds),
+        "tensors in memory": lambda: tensors(rounds),
+        "requests": request_counts.table,
         "memory": peak_memory,
         "reading": lambda: reading(rounds),
-    }.items():
+    }
+    for name, run in tables.items():
+        if given.only and name not in given.only:
+            continue
         table, found[name] = run()
         print(table, flush=True)
         print()

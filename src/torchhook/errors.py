@@ -197,7 +197,10 @@ class CompiledWarning(UserWarning):
 
 
 class DataWarning(UserWarning):
-    """The rows that are kept may not be those that one expects: a loader drops some, or their dim cannot be told."""
+    """The rows that are kept may not be those that one expects.
+
+    A loader drops some, their dim cannot be told, or they are others each time they are read.
+    """
 
 
 class PaddingWarning(UserWarning):

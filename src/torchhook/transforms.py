@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import padding, tree
+from torchhook._values.elements import in_range
 from torchhook._values.padding import Known
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
@@ -205,7 +206,7 @@ def cast(dtype: torch.dtype) -> Transform:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return in_range(tensor, dtype).to(dtype) if tensor.is_floating_point() else tensor
 
 
 def narrow(start: int | None = None, stop: int | None = None, step: int | None = None, *, dim: int = 1) -> Transform:

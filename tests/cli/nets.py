@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -17,6 +19,12 @@ def other() -> nn.Module:
     model = small()
     nn.init.zeros_(model[4].bias)
     return model
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x.flatten(1)[:, :4] * 2
 
 
 class Raises(nn.Module):

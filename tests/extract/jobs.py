@@ -20,12 +20,23 @@ from torch import nn
 ROWS, BATCH, SHARD = 2048, 16, 32
 
 
+class Clock:
+    """Slows a model down. An object of any class is no setting: a slower model is the same model."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def wait(self) -> None:
+        if self.seconds:
+            time.sleep(self.seconds)
+
+
 class Net(nn.Module):
     """Overwrites its own intermediate values, as real models do."""
 
     def __init__(self, seed: int = 0, pause: float = 0.0) -> None:
         super().__init__()
-        self.pause = pause
+        self.clock = Clock(pause)
         self.first = nn.Linear(8, 16)
         self.relu = nn.ReLU(inplace=True)
         self.second = nn.Linear(16, 12)
@@ -36,8 +47,7 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.pause:
-            time.sleep(self.pause)
+        self.clock.wait()
         return self.head(self.relu(self.second(self.relu(self.first(x)))))
 
 
@@ -116,9 +126,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="local")
     given = parser.parse_args()
+    from tests.extract import jobs  # not this module, whose classes are of __main__: a store is of the code by its name
+
     if given.what == "run":
-        run(given.out, engine=given.engine, pause=0.0005)
+        jobs.run(given.out, engine=given.engine, pause=0.0005)
     else:
         import torchhook  # noqa: F401  the forks must not wait for imports
 
-        print(json.dumps(kills(given.out, given.kills, given.writers, given.seed)))
+        print(json.dumps(jobs.kills(given.out, given.kills, given.writers, given.seed)))

@@ -78,7 +78,10 @@ def test_the_batch_that_is_measured_is_neither_loaded_nor_run_again(tmp_path, tr
     for number, rows_per_shard in enumerate((16, 40, 100)):
         data, model = Loads(), Counting()
         features = do(tmp_path / str(number), model, data=data, rows_per_shard=rows_per_shard)
-        assert set(data.loaded.values()) == {1}
+        # A few rows are also read, some of them twice, to know the data again.
+        known = {round(i * 99 / 15) for i in range(16)}
+        assert {times for row, times in data.loaded.items() if row not in known} == {1}
+        assert sorted(data.loaded[row] for row in known) == [2] * 14 + [3] * 2
         assert model.heads == 1
         for name, expected in truth.items():
             torch.testing.assert_close(features[name][:], expected)
@@ -131,6 +134,7 @@ class Drawing(torch.utils.data.Dataset):
         return torch.rand(8) + random.random() + np.random.rand()
 
 
+@pytest.mark.filterwarnings("ignore::torchhook.errors.DataWarning")
 def test_random_numbers_buffers_and_gradients_are_as_before(tmp_path):
     model = Restless().train()
     model.linear(torch.ones(1, 8)).sum().backward()
@@ -181,19 +185,14 @@ def test_only_missing_shards_are_done_again(tmp_path):
     do(tmp_path)
     whole = jobs.store_bytes(tmp_path)
     (tmp_path / "shards" / "s000000001.safetensors").unlink()
-    model = Counting()
-    do(tmp_path, _like(model))
-    model = _like(Counting())
+    do(tmp_path)
     assert jobs.store_bytes(tmp_path) == whole
     (tmp_path / "shards" / "s000000002.safetensors").unlink()
+    model, calls = jobs.Net(), []
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
     do(tmp_path, model)
-    assert model.calls == 1 + 2
+    assert len(calls) == 1 + 2
     assert jobs.store_bytes(tmp_path) == whole
-
-
-def _like(model):
-    model.__class__ = type("Net", (type(model),), {})  # the type's name is part of the fingerprint
-    return model
 
 
 def test_the_bytes_do_not_depend_on_workers(tmp_path):
@@ -246,7 +245,7 @@ def test_shards_are_as_large_as_asked_for(tmp_path):
     row = (16 + 12) * 4
     features = do(tmp_path / "a", rows_per_shard=None, shard_bytes=row * 50)
     assert features.manifest.rows_per_shard == 48  # whole batches of 16
-    assert do(tmp_path / "b", rows_per_shard=None).manifest.shards == 1
+    assert do(tmp_path / "b", rows_per_shard=None).manifest.rows_per_shard == 16  # at least four shards
     again = do(tmp_path / "a", rows_per_shard=None)
     assert again.manifest.rows_per_shard == 48
     assert do(tmp_path / "c", rows_per_shard=10)["first"].shape == (100, 16)

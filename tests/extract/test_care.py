@@ -16,7 +16,8 @@ from torch import nn
 from tests.models import Merges
 from torchhook._extract import progress as progress_module
 from torchhook._extract.api import extract
-from torchhook._extract.fingerprint import of_function, of_model
+from torchhook._extract.fingerprint import of_model
+from torchhook._extract.function_fingerprint import of_function
 from torchhook._features import direct_io as disk_module
 from torchhook._features import storage
 from torchhook.errors import ExtractError, SelectorError, StoreMismatchError
@@ -125,7 +126,7 @@ def test_functions_of_objects_that_hold_themselves_and_of_sets_are_known_again()
 
     assert of_function(Loop().take) == of_function(Loop().take)
     code = (
-        "from torchhook._extract.fingerprint import of_function\n"
+        "from torchhook._extract.function_fingerprint import of_function\n"
         "print(of_function(lambda b: b in {'a', 'b', 'c', 'd'}), of_function({'x', 'y', 'z'}))"
     )
     told = {

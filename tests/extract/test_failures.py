@@ -15,7 +15,7 @@ from torchhook._extract.api import extract
 from torchhook._features import shards
 from torchhook._features.api import open_features
 from torchhook._features.verify import verify
-from torchhook.errors import BrokenShardError, ExtractError, IncompleteStoreError
+from torchhook.errors import BrokenShardError, ExtractError, IncompleteStoreError, StoreMismatchError
 
 X, Y = jobs.data(200).tensors
 
@@ -109,7 +109,9 @@ def test_a_nan_is_an_error_that_names_the_layer_and_the_rows(tmp_path):
         do(tmp_path, data=x)
     assert "s000000001.safetensors" in jobs.store_bytes(tmp_path)
     assert "s000000002.safetensors" not in jobs.store_bytes(tmp_path)
-    do(tmp_path, data=X)
+    with pytest.raises(StoreMismatchError, match="rows 26 to 38, 39 to 51 of the data are not the same"):
+        do(tmp_path, data=X)
+    do(tmp_path, data=X, resume=False)
     check_whole(tmp_path)
 
 

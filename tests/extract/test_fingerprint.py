@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.extract import jobs
 from torchhook import transforms
-from torchhook._extract.fingerprint import of_function, of_model
+from torchhook._extract.fingerprint import of_model
+from torchhook._extract.function_fingerprint import of_function
 
 
 def test_a_model_is_known_by_all_its_numbers_and_not_by_its_wrappers():

@@ -77,13 +77,16 @@ class Judgement:
             except Exception as error:
                 self.complain("raises", what, f"{type(error).__name__}: {error}")
                 return None
-        if (alone and hooks_on(self.truth.stage.model)) or any(
-            p._backward_hooks for p in self.truth.stage.model.parameters()
-        ):
-            self.complain("residue", what, "hooks are left on the model")
+        if alone:
+            self._check_residue(what)
         for line in run_differences(expected, ran)[:1]:
             self.complain("disturbed", what, line)
         return rec
+
+    def _check_residue(self, what: str) -> None:
+        model = self.truth.stage.model
+        if hooks_on(model) or any(p._backward_hooks for p in model.parameters()):
+            self.complain("residue", what, "hooks are left on the model")
 
     def check_values(self) -> None:
         """What is captured is what bare hooks cloned."""
@@ -196,6 +199,7 @@ class Judgement:
         # A session inside sees what the one outside has made of it.
         with quiet(), session:
             rec = self.run_in(f"edit {asked}, capture", th.capture(self.outer, *asked), expected, alone=False)
+        self._check_residue(f"edit {asked}, capture")
         ((site, factor),) = factors.items()
         calls = [s for s in self.truth.directions if s[::2] == site[::2]]
         if rec is not None and len(calls) == 1 and calls[0] not in self.truth.odd:

@@ -246,14 +246,12 @@ class Truth:
             there, back = moved(step), moved(-step)
             return (there - self.bare.score) / step, (self.bare.score - back) / step
 
-        there, back = slopes(STEP)
-        gap = abs(there - back)
-        if gap > 1e-5 * (1 + abs(there)):
-            nearer = slopes(STEP / 10)
-            if abs(nearer[0] - nearer[1]) > gap / 2:  # what bends goes away, a kink does not
-                return None
-            there, back = nearer
-        return (there + back) / 2
+        # What bends looks straight from near enough; a kink does not, and one close by may be stepped over at first.
+        for step in (STEP, STEP / 10, STEP / 100):
+            there, back = slopes(step)
+            if abs(there - back) <= 1e-5 * (1 + abs(there)):
+                return (there + back) / 2
+        return None
 
     def expected(self, site: Site) -> float | None:
         """The derivative by what passes a site, where it can be measured."""

@@ -11,6 +11,8 @@ _SPOKEN = {
     "resume=False": "--no-resume",
     "report.discard() does": "--discard does",
     "on_error='skip'": "--skip-errors",
+    "retry_skipped=True": "--retry-skipped",
+    "max_skipped=": "--max-skipped ",
     'on_error="skip"': "--skip-errors",
 }
 

@@ -12,7 +12,7 @@ import typer
 from torchhook import transforms
 from torchhook._cli import console, inputs, models, options
 from torchhook._cli.errors import Trouble, spoken
-from torchhook._extract.api import Estimate, ImageFolder
+from torchhook._extract.api import Estimate, ImageFolder, kept
 from torchhook._extract.api import extract as extract_to
 from torchhook._features.api import Features, open_features
 from torchhook._features.api import verify as verify_store
@@ -35,9 +35,14 @@ def extract(
     pool: Annotated[str | None, typer.Option(help="Keep less: mean, max or sum over positions, or cls.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Store as float16, bfloat16 or float32.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows for each call of the model.")] = 32,
+    rows_per_shard: Annotated[
+        int | None, typer.Option(help="Rows in each file: what is kept when it is stopped. Default: by time and size.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that load the data.")] = None,
     resume: Annotated[bool, typer.Option(help="Do only what is missing, or begin anew.")] = True,
     skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Leave out rows that cannot be loaded.")] = False,
+    max_skipped: Annotated[float | None, typer.Option(help="So many rows may be left out, or a share below 1.")] = None,
+    retry_skipped: Annotated[bool, typer.Option("--retry-skipped", help="Try rows again that were left out.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and write nothing.")] = False,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     size: options.Size = None,
@@ -67,25 +72,44 @@ def extract(
     (models.say_random if random else models.refuse_random)(model, weights, pretrained)
     with console.status(f"loading {model}"):
         net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
-    found = extract_to(
-        net,
-        _data(data, net, model, inputs.Options(size=size, mean=mean, std=std)),
-        sites,
-        out,
-        batch_size=batch_size,
-        transform=transform,
-        run_on=device,
-        dtype=None if dtype is None else _DTYPES[dtype],
-        workers=workers,
-        resume=resume,
-        on_error="skip" if skip_errors else "raise",
-        progress=progress and not json,
-        dry_run=dry_run,
-    )
+    try:
+        found = extract_to(
+            net,
+            _data(data, net, model, inputs.Options(size=size, mean=mean, std=std)),
+            sites,
+            out,
+            batch_size=batch_size,
+            transform=transform,
+            run_on=device,
+            dtype=None if dtype is None else _DTYPES[dtype],
+            rows_per_shard=rows_per_shard,
+            workers=workers,
+            resume=resume,
+            on_error="skip" if skip_errors else "raise",
+            max_skipped=_number(max_skipped),
+            retry_skipped=retry_skipped,
+            progress=progress and not json,
+            dry_run=dry_run,
+        )
+    except KeyboardInterrupt:
+        _say_kept(out)
+        raise
     if isinstance(found, Estimate):
         console.as_json(dataclasses.asdict(found)) if json else print(found)
         return
     _info(found, json)
+
+
+def _say_kept(out: str) -> None:
+    """What an interrupt has not cost."""
+    rows, total = kept(out)
+    of = "" if total is None else f" of {total:,}"
+    console.say(f"stopped: {rows:,}{of} rows are kept in {out}; the same command goes on from there.")
+
+
+def _number(limit: float | None) -> int | float | None:
+    """A count where it is a whole number: a command line has no two ways to write one."""
+    return int(limit) if limit is not None and limit == int(limit) and limit != 1.0 else limit
 
 
 def _data(path: Path, net: Any, name: str, wanted: inputs.Options) -> Any:

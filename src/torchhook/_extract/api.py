@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,15 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._extract import job
+from torchhook._extract.completion import kept
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
-from torchhook._features.api import Features
+from torchhook._features.api import Features, absolute, open_features
 
-__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract"]
+__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract", "kept"]
 
 
 def extract(
@@ -41,6 +43,8 @@ def extract(
     workers: int | None = None,
     resume: bool = True,
     on_error: str = "raise",
+    max_skipped: int | float | None = None,
+    retry_skipped: bool = False,
     nan: str = "raise",
     progress: bool = True,
     autocast: torch.dtype | bool | None = None,
@@ -56,8 +60,8 @@ def extract(
     ...     features["0"].shape
     (10, 4)
 
-    Killed and called again, it does only the shards that are missing; a store of another model, list of sites,
-    transform or row count is refused.
+    Killed and called again, it does only the shards that are missing; a store of another model, other code, list of
+    sites, transform or data is refused, and the first stored batch is run again to prove that they are the same.
 
     The model runs in evaluation mode and without gradients, each batch as far as the last site that is needed. Its
     modes, buffers, gradients and device are afterwards as they were, and so are the random numbers of torch, numpy and
@@ -75,8 +79,8 @@ def extract(
             selectors to transforms, in which a site's own address comes first. By default the whole value.
         run_on: The device that the model and the batches are moved to; by default where the model is.
         dtype: Floating-point values are stored as this; by default as they are.
-        rows_per_shard: Rows in each file; by default whole batches, as many as fit ``shard_bytes``.
-        shard_bytes: Bytes in each file, about, and no more than 65,536 rows; by default 64 MiB.
+        rows_per_shard: Rows in each file; by default whole batches, at most 64 MiB and half a minute, in four or more.
+        shard_bytes: Bytes in each file, about, and no more than 65,536 rows, in place of that rule.
         ids: A name for each row: a key or position in the batch, a function of it, or one value for every row. By
             default those that the data set has, as image folders do.
         labels: As ``ids``. By default those in the usual places of a batch; ``False`` leaves them out.
@@ -89,9 +93,13 @@ def extract(
         engine: ``"local"``, ``"torchrun"`` (each rank calls this), or ``"ray"``.
         workers: Processes that load the data; by default the loader's, or none.
         resume: Whether to go on with a store that is there; ``False`` replaces it.
-        on_error: ``"raise"``, or ``"skip"`` to leave rows out that cannot be loaded, cannot be run, or hold a NaN.
+        on_error: ``"raise"``, or ``"skip"`` to leave rows out that cannot be loaded, cannot be run, or hold a NaN: they
+            keep their ids, their labels are -1 (NaN, empty), and ``features.skipped`` says why.
+        max_skipped: With ``on_error="skip"``, so many rows, or such a share of them (a float), may be skipped in each
+            process; by default a tenth, or 16 of few rows.
+        retry_skipped: Whether to make shards again whose rows were skipped: what was wrong may be right by now.
         nan: ``"raise"`` at a NaN (and at an infinity that the cast to ``dtype`` made), or ``"keep"`` to store it.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar, or, where stderr is no terminal, a line now and then.
         autocast: Run under ``torch.autocast`` with this dtype, or with its own choice for ``True``.
         dry_run: Measure the first batch, return an ``Estimate``, and write nothing.
         engine_options: For Ray: ``actors``, ``num_cpus`` and ``num_gpus`` of each, and options of ``map_batches``.
@@ -100,7 +108,7 @@ def extract(
         model=model,
         data=data,
         sites=sites,
-        out=out,
+        out=absolute(out),  # at once: workers, and code of the user's, may have or go to another folder
         batch_size=batch_size,
         transform=transform,
         run_on=run_on,
@@ -115,15 +123,20 @@ def extract(
         workers=workers,
         resume=resume,
         on_error=on_error,
+        max_skipped=max_skipped,
+        retry_skipped=retry_skipped,
         nan=nan,
         progress=progress,
         autocast=autocast,
         engine_options=engine_options or {},
+        dry_run=dry_run,
     )
     job.check(request)
     # Around the preparation too: the first batch is loaded and run there, and both may draw random numbers.
-    with random_numbers_kept():
-        prepared = job.prepare(request)
+    with random_numbers_kept(), contextlib.ExitStack() as stack:
+        prepared = job.prepare(request, stack)
+        if prepared is None:  # a rank that came when the others had done everything
+            return open_features(request.out)
         if dry_run:  # only execute writes
             return prepared.estimate
         whole = job.execute(prepared)

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,9 +25,14 @@ from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
 from torchhook.errors import ExtractError
 
+T = TypeVar("T")
 SHARD_BYTES = 64 << 20  # so many, times four slabs, is the memory that features take
 MOST_ROWS = 1 << 16
 """Small rows would make a shard that takes too long to do again."""
+SHARD_SECONDS = 30.0
+"""About the most work that is lost when a run is stopped."""
+SHARDS_PER_RANK = 4
+"""Fewer, and one of them would be a large part of the work, to be lost or waited for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +46,69 @@ class Measure:
     first: FirstBatch | None
     """``None`` if the batch could not be run as a whole."""
 
-    def rows_per_shard(self, shard_bytes: int | None, batch_size: int | None) -> int:
-        """The most rows that fit, as whole batches."""
-        batch = batch_size or self.batch_rows
-        fit = min(MOST_ROWS, (shard_bytes or SHARD_BYTES) // max(1, self.row_bytes))
-        return max(1, fit // batch) * batch
+    @property
+    def seconds_per_row(self) -> float:
+        return self.seconds / self.batch_rows
+
+    def rows_per_shard(self, shard_bytes: int | None, source: Source, ranks: int) -> int:
+        """The most rows that fit ``shard_bytes``, as whole batches; by default by time and by ranks, too."""
+        batch = source.batch_size or self.batch_rows
+        fit = min(MOST_ROWS, (shard_bytes or SHARD_BYTES) // max(1, self.row_bytes)) // batch
+        if shard_bytes is None:
+            in_time = int(min(MOST_ROWS, SHARD_SECONDS / max(1e-9, self.seconds_per_row))) // batch
+            # A power of two: times are never the same twice, and the cut should be, where it can.
+            fit = min(fit, 1 << (in_time.bit_length() - 1)) if in_time else 1
+            if source.rows is not None:
+                fit = min(fit, source.rows // (SHARDS_PER_RANK * ranks) // batch)
+        return max(1, fit) * batch
 
 
 def measure(
-    forward: Forward, source: Source, extras: Extras, device: torch.device, dtype: torch.dtype | None, skip: bool
+    forward: Forward,
+    source: Source,
+    extras: Extras,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    skip: bool,
+    *,
+    at: int = 0,
+    timed: bool = False,
+) -> Measure:
+    """Run the first batch from row ``at`` on, and one more where time matters: the first also pays for the start."""
+    several = max(1, getattr(source, "options", {}).get("num_workers", 0))  # who load at once, when it goes on
+    with contextlib.closing(cast(Generator[Batch, None, None], source.first(at))) as batches:
+        found, loading = _loading(lambda: _first(forward, batches, extras, device, dtype, skip))
+        found = dataclasses.replace(found, seconds=found.seconds + (loading - found.seconds) / several)
+        if timed and found.seconds_per_row * min(source.rows or MOST_ROWS, MOST_ROWS) > SHARD_SECONDS:
+            second, loading = _loading(lambda: next(batches, None))
+            if second is not None and second.value is not None:
+                seconds = _timed(lambda: _quietly(forward, second, device), device) + loading / several
+                return dataclasses.replace(found, seconds=seconds / len(second.good) * found.batch_rows)
+    return found
+
+
+def _loading(function: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    return function(), time.perf_counter() - start
+
+
+def _quietly(forward: Forward, batch: Batch, device: torch.device) -> None:
+    """Run a batch for its time alone: what is wrong with it is told with its rows, when the run comes to it."""
+    with contextlib.suppress(Exception):
+        forward(batch.value, device, lambda site, value: None)
+
+
+def _first(
+    forward: Forward,
+    batches: Iterator[Batch],
+    extras: Extras,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    skip: bool,
 ) -> Measure:
     """Run the first batch that loads and runs, or, where rows may be skipped, the first row that does."""
     last: Exception | None = None
-    for batch in source.first():
+    for batch in batches:
         if batch.value is None:
             last = ExtractError(f"no row of the first batch could be loaded: {next(iter(batch.failed.values()))}")
             continue
@@ -122,7 +177,7 @@ def _timed(function: Callable[[], None], device: torch.device) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a run would take. Times are those of the first batch, which is slower than the rest."""
+    """What a run would take. Times are those of one of the first batches, which are slower than the rest."""
 
     manifest: Manifest
     seconds_per_row: float

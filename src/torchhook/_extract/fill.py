@@ -12,10 +12,11 @@ from torch import Tensor
 from torchhook._extract import inputs
 from torchhook._extract.forward import parts
 from torchhook._extract.padding import Said
-from torchhook._extract.slabs import Ragged, Slab, in_range
+from torchhook._extract.slabs import Ragged, Slab
 from torchhook._features.api import IDS, LABELS, ColumnSpec, shown
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._values import tree
+from torchhook._values.elements import in_range
 from torchhook._values.host_copies import HostCopies
 from torchhook._values.padding import given
 from torchhook.errors import ExtractError, TransformError
@@ -76,6 +77,16 @@ class Extras:
         }
         return {name: _plain(name, value, len(good)) for name, value in found.items() if value is not None}
 
+    def id_of(self, row: int, batch: Any) -> Tensor | None:
+        """The id of a row that is skipped, if it can be known: from a table, or from its batch of one row."""
+        if self.ids is None or self.ids is False or (batch is None and not _is_table(self.ids)):
+            return None
+        try:
+            chosen = _plain(IDS, _chosen(self.ids, batch, row, [0], "ids"), 1)[0]
+        except Exception:
+            return None  # what is wrong with a row may be just its id
+        return _text(chosen) if isinstance(chosen, str) else chosen
+
     def padding(self, batch: Any, start: int, good: Sequence[int]) -> Said:
         """What ``lengths=`` says about the rows of a batch."""
         if self.lengths is None or self.lengths is False:
@@ -115,7 +126,10 @@ def _plain(name: str, value: Any, rows: int) -> Any:
 
 def _text(text: str) -> Tensor:
     # Names of files may be any bytes, which Python holds as surrogates: as \xe9, they can be read by everybody.
-    readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        readable = text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        readable = text.encode("utf-8", "backslashreplace").decode()
     data = bytearray(readable.encode())  # torch warns of memory that it must not write to, and takes no empty one
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 

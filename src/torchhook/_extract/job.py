@@ -6,29 +6,33 @@ there before is there still.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import engines, fingerprint, sources
+from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
+from torchhook._extract.data_fingerprint import is_table, of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward, Transforms
+from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
-from torchhook._extract.ray import on_ray
+from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
-from torchhook._features.api import Features, Manifest, Store, open_features, versions
+from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, require
+from torchhook.errors import DataWarning, ExtractError, require, warn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,19 @@ class Request:
     progress: bool
     autocast: torch.dtype | bool | None
     engine_options: dict[str, Any]
+    max_skipped: int | float | None = None
+    retry_skipped: bool = False
+    dry_run: bool = False
+
+    @property
+    def any_cut(self) -> bool:
+        """Whether the call leaves open how rows are cut into shards."""
+        return self.rows_per_shard is None and self.shard_bytes is None
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a store that is there is deleted. Ranks find none when they start, and then one of theirs."""
+        return not self.resume and (self.engine != "torchrun" or engines.ranks()[1] == 1)
 
     @property
     def skip(self) -> bool:
@@ -83,6 +100,14 @@ def check(request: Request) -> None:
         require("ray", "ray")
     elif request.engine_options:
         raise ValueError(f"engine_options={request.engine_options} are for engine='ray'.")
+    if request.max_skipped is not None:
+        skips.check(request.max_skipped)
+        if not request.skip:
+            raise ValueError(f"max_skipped={request.max_skipped} is for on_error='skip'.")
+    if request.engine == "torchrun" and engines.ranks()[1] > 1 and request.retry_skipped:
+        raise ExtractError(
+            "retry_skipped=True: ranks would delete each other's shards. Call it once with engine='local'."
+        )
     if request.engine == "torchrun" and engines.ranks()[1] > 1 and not request.resume and Store(request.out).manifest():
         raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
 
@@ -102,17 +127,27 @@ class Job:
     request: Request
     store: Store
     task: Task
+    there: set[int]
+    """Shards that need not be done."""
     todo: list[int] | None
     """Shards that are missing; ``None`` for a stream, whose end nobody knows."""
     estimate: Estimate
     freed: int
     """Bytes of the store that will be replaced."""
+    found: Contents | None
+    """What the store holds, if the run goes on with it."""
+    again: dict[int, dict[str, str]]
+    """Shards that are made anew, and which of their rows were skipped."""
+    turns: engines.Turns | None
+    """What a rank has claimed already."""
 
 
-def prepare(request: Request) -> Job:
-    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do."""
+def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
+    """Run the first batch, and decide the columns, the rows of a shard, and what is left to do.
+
+    ``None`` for a rank that comes to a run of which the others have done everything. ``stack`` ends with the call.
+    """
     store = Store(request.out)
-    before = store.manifest() if request.resume else None
     forward = Forward(
         request.model,
         request.sites,
@@ -120,12 +155,24 @@ def prepare(request: Request) -> Job:
         input_fn=request.input_fn,
         autocast=request.autocast,
     )
+    before, turns = _before(request, store, stack)
+    at = _first_row(request, before) if turns is None else turns.first_row()
+    if at is None:
+        return None
     with evaluating_on(request.model, request.run_on) as device:
         source = _source(request, pin=device.type == "cuda")  # from pageable memory, a transfer makes the host wait
         ids = sources.own_ids(source) if request.ids is None else request.ids
         extras = Extras(ids, request.labels, request.lengths, source.rows)
-        measured = measure(forward, source, extras, device, request.dtype, request.skip)
-    manifest = _manifest(request, forward, source, measured, before)
+        # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
+        found = None if before is None else store.contents(before)
+        at = at if source.rows is not None and at < source.rows and not (turns is None and found and found.sizes) else 0
+        timed = request.any_cut and before is None
+        code = _code(request, forward)
+        measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
+    code = model_code.steady(code, _code(request, forward))
+    identity = Identity(code, of_data(source, ids, request.labels, request.lengths), device.type)
+    identity.warn()
+    manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
         forward,
         source,
@@ -135,13 +182,51 @@ def prepare(request: Request) -> Job:
         device=request.run_on,
         skip=request.skip,
         check_nan=request.nan == "raise",
+        skips=skips.Skips(request.max_skipped, source.rows),
         first=measured.first,
     )
-    there = store.sizes()
-    todo = manifest.missing(there if request.resume else ())
-    per_row = measured.seconds / measured.batch_rows
-    estimate = Estimate(manifest, per_row, None if todo is None else len(todo), store.free())
-    return Job(request, store, task, todo, estimate, freed=0 if request.resume else sum(there.values()))
+    if found is None:
+        found = store.contents(manifest)
+    retried = request.retry_skipped and not request.replaces
+    again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
+    there = set() if request.replaces else set(found.sizes).difference(again)
+    todo = manifest.missing(there)
+    estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
+    freed = sum(found.sizes.values()) if request.replaces else 0
+    held = None if request.replaces else found
+    return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
+
+
+def _before(
+    request: Request, store: Store, stack: contextlib.ExitStack
+) -> tuple[Manifest | None, engines.Turns | None]:
+    """What the store holds that the run goes on with; ranks first wait until they see the one of their job.
+
+    They claim their first block here: what is measured of it need not be run again, by this rank or another.
+    """
+    before = None if request.replaces else store.manifest()
+    if request.engine != "torchrun" or request.dry_run:
+        return before, None
+    # A rank that comes when all is done finds nobody to wait for.
+    if (before is not None and store.missing(before) == []) or not engines.meet(store, request.progress):
+        return before, None
+    before = store.manifest()
+    if before is None or before.shards is None:
+        return before, None
+    return before, stack.enter_context(engines.Turns(store, before))
+
+
+def _first_row(request: Request, before: Manifest | None) -> int:
+    """Where the work of a rank begins that was started by hand, if one can know."""
+    size = request.rows_per_shard or (before and before.rows_per_shard)
+    return engines.ranks()[0] * size if request.engine == "torchrun" and size else 0
+
+
+def _ranks(request: Request) -> int:
+    """How many processes share the work."""
+    if request.engine == "torchrun":
+        return engines.ranks()[1]
+    return expected_actors(request.engine_options) if request.engine == "ray" else 1
 
 
 def _source(request: Request, pin: bool) -> Source:
@@ -154,8 +239,39 @@ def _source(request: Request, pin: bool) -> Source:
     return source
 
 
+def _code(request: Request, forward: Forward) -> dict[str, str]:
+    functions = {
+        "transform": forward.transform,
+        "input_fn": request.input_fn,
+        "lengths": None if is_table(request.lengths) else request.lengths,
+    }
+    return model_code.facts(forward.index, functions)
+
+
+class Identity(NamedTuple):
+    """What is known of the code and of the data, beside the numbers of the model."""
+
+    code: dict[str, str]
+    data: dict[str, Any]
+    device: str
+
+    def warn(self) -> None:
+        if not self.data.get("repeats", True):
+            warn(
+                "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
+                "time (random augmentation?). The features are stored as they come; that a resumed run "
+                "has the same data, and the same model, cannot be checked.",
+                DataWarning,
+            )
+
+
 def _manifest(
-    request: Request, forward: Forward, source: Source, measured: Measure, before: Manifest | None
+    request: Request,
+    forward: Forward,
+    source: Source,
+    measured: Measure,
+    before: Manifest | None,
+    identity: Identity,
 ) -> Manifest:
     """What this run would write. Where the call leaves it open, a store that is there decides."""
     rows_per_shard = request.rows_per_shard
@@ -165,17 +281,24 @@ def _manifest(
     return Manifest(
         columns=measured.columns,
         rows=source.rows,
-        rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source.batch_size),
+        rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
         model=fingerprint.of_model(request.model),
-        transform=fingerprint.of_function(forward.transform),
-        input_fn=fingerprint.of_function(request.input_fn),
-        lengths=fingerprint.of_function(request.lengths),
+        transform=of_function(forward.transform, values=False),
+        input_fn=of_function(request.input_fn, values=False),
+        lengths="one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False),
         dtype=None if request.dtype is None else str(request.dtype).removeprefix("torch."),
         autocast=None if not request.autocast else str(request.autocast).removeprefix("torch."),
         source=source.kind,
         row_bytes=measured.row_bytes if before is None else before.row_bytes,
-        about={"batch_size": source.batch_size or measured.batch_rows, "versions": versions()},
+        code=identity.code,
+        data=identity.data,
+        about={
+            "batch_size": source.batch_size or measured.batch_rows,
+            "device": identity.device,
+            "begun": int(time.time()),
+            "versions": versions(),
+        },
     )
 
 
@@ -187,24 +310,48 @@ def execute(job: Job) -> Manifest:
     # First of all: a store must not be deleted for one that does not fit.
     _check_room(job)
     request, store = job.request, job.store
-    if not request.resume:
+    if request.replaces:
         store.clear()
-    agreed = job.task.manifest = store.agree(job.task.manifest)
+    mine = job.task.manifest
+    agreed = job.task.manifest = store.agree(mine, request.any_cut, job.found, _retried(job))
+    if agreed.rows_per_shard != mine.rows_per_shard:  # another process was first, and cuts them in its own way
+        job = dataclasses.replace(job, there=set(), todo=store.missing(agreed))
     # After the two agree: what lies in the store of another run is not ours to remove.
     store.sweep()
+    store.discard(job.again)
+    if request.engine != "torchrun" or engines.ranks()[0] == 0:  # one rank is enough to prove it
+        first_stored.check(job.task, job.there)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
     progress = Progress(agreed, done, request.progress, job.estimate.line())
+    job.task.page = Page(store.storage)
     try:
-        rows = _run(job.task, progress, request)
+        rows = _run(job, progress)
+    except BaseException as error:
+        if agreed is mine:
+            store.withdraw(mine)
+        job.task.flush()  # else the next run would have to ask every shard what it is
+        if isinstance(error, KeyboardInterrupt):
+            completion.tell_kept(error, request.out)
+        raise
     finally:
         progress.close()
     return dataclasses.replace(agreed, rows=rows)
 
 
-def _run(task: Task, progress: Progress, request: Request) -> int | None:
+def _retried(job: Job) -> list[int]:
+    """The rows that are tried again, by their numbers in the data."""
+    size = job.task.manifest.rows_per_shard
+    return [shard * size + int(row) for shard, rows in job.again.items() for row in rows]
+
+
+def _run(job: Job, progress: Progress) -> int | None:
+    request = job.request
     if request.engine == "ray":
-        return on_ray(task, progress, **request.engine_options)
-    return engines.torchrun(task, progress) if request.engine == "torchrun" else engines.local(task, progress)
+        seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
+        return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
+    if request.engine == "torchrun":
+        return engines.torchrun(job.task, progress, job.there, job.turns)
+    return engines.local(job.task, progress, job.todo, job.there)
 
 
 def _check_room(job: Job) -> None:
@@ -225,6 +372,5 @@ def _check_room(job: Job) -> None:
 
 
 def finish(job: Job, whole: Manifest) -> Features:
-    """Check the shards, write the index, and open what is there: another rank may not be done yet."""
-    missing = job.store.finish(whole)
-    return open_features(job.request.out, incomplete=bool(missing))
+    """Check that every shard is there, write the index, and open the store."""
+    return completion.finish(job.store, job.task, whole, job.request.engine)

@@ -7,26 +7,22 @@ pinned, and the copy runs on a stream of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchhook._features.api import IDS, LABELS, ColumnSpec, aligned_empty, shown
+from torchhook._values.elements import SATURATES
 from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError
 
-_SATURATES = torch.float8_e4m3fn
-"""It has no infinity: a cast to it gives the largest number instead."""
-_MOST = 464.0  # rounds to that number, 448; anything larger would have been infinity
+NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""A cast to these may overflow."""
 
 
-def in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value, for a cast to ``dtype``: with NaN where that would silently give another number."""
-    if dtype != _SATURATES or value.dtype == dtype or not value.is_floating_point():
-        return value
-    return torch.where(value.abs() > _MOST, math.nan, value)
+_LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)}
 
 
 class Fixed:
@@ -48,6 +44,13 @@ class Fixed:
 
     def row(self, at: int) -> Tensor:
         return self.data[at]
+
+    def replace(self, rows: Mapping[int, Tensor | None]) -> None:
+        """Other values for some rows; ``None`` is a number that is no value of such a column."""
+        dtype = self.spec.dtype
+        none = math.nan if dtype.is_floating_point else -1 if dtype.is_signed else _LARGEST.get(dtype, 0)
+        for row, value in rows.items():
+            self.data[row] = none if value is None else value
 
 
 class Ragged:
@@ -97,6 +100,18 @@ class Ragged:
     def row(self, at: int) -> Tensor:
         return self.data[int(self.offsets[at]) : int(self.offsets[at + 1])]
 
+    def replace(self, rows: Mapping[int, Tensor | None]) -> None:
+        """Other values for some rows; ``None`` is an empty one."""
+        # All anew, since those that come after move; it is done only for shards with rows that were skipped.
+        empty = self.data[:0]
+        held = [rows[row] if row in rows else self.row(row) for row in range(self.filled)]
+        parts = [empty if value is None else value for value in held]
+        items = torch.cat([empty, *parts])
+        if len(items) > len(self.data):
+            self.data = self._empty(len(items))
+        self.data[: len(items)] = items  # in place: it may be pinned
+        self.offsets[1 : self.filled + 1] = torch.tensor([len(part) for part in parts], dtype=torch.int64).cumsum(0)
+
     def reset(self) -> None:
         self.filled = 0
         self.offsets[0] = 0
@@ -110,6 +125,8 @@ class Slab:
         self.shard = -1
         self.skipped: dict[int, str] = {}
         """Rows of the shard that have no features, and why."""
+        self.ids: dict[int, Tensor] = {}
+        """The ids of those that are known."""
         self.metadata: dict[str, str] = {}
         self.ready: list[torch.cuda.Event] = []
         self.columns: dict[str, Fixed | Ragged] = {}
@@ -125,16 +142,30 @@ class Slab:
         # Rows of one shape are not cleared: each is written, or blanked, before a shard is committed.
         self.shard, self.rows, self.ready = shard, 0, []
         self.skipped.clear()
+        self.ids.clear()
         self.metadata.clear()
         for column in self.columns.values():
             if isinstance(column, Ragged):
                 column.reset()
         return self
 
-    def skip(self, at: int, why: str) -> None:
+    def skip(self, at: int, why: str, known: Tensor | None = None) -> None:
         self.skipped[at] = why
+        if known is not None:
+            self.ids[at] = known
         for column in self.columns.values():
             column.blank(at)
+
+    def mark_skipped(self, blanked: Collection[int]) -> None:
+        """Give skipped rows their ids, where these are known, and labels that no other row has.
+
+        ``blanked`` are those without values; the others were found to be bad later, and have their ids.
+        """
+        for name, rows in ((IDS, blanked), (LABELS, self.skipped)):
+            column = self.columns.get(name)
+            if column is not None and rows:
+                column.tensors(self.rows)  # fills the offsets up to the last row
+                column.replace({row: self.ids.get(row) if name == IDS else None for row in rows})
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: t for column in self.columns.values() for name, t in column.tensors(self.rows).items()}
@@ -166,18 +197,19 @@ def _looks_finite(data: Tensor) -> bool:
     return bool(torch.isfinite(data.sum(dtype=torch.float32)))
 
 
-def check_values(slab: Slab, first_row: int, overflow: bool, skip: bool) -> None:
-    """Refuse values that are not numbers, or mark their rows as skipped."""
+def check_values(slab: Slab, first_row: int, narrow: Collection[str], skip: bool) -> None:
+    """Refuse values that are not numbers, or mark their rows as skipped; of ``narrow`` columns, infinities too."""
     for name, column in slab.columns.items():
         if name in (IDS, LABELS):
             continue  # NaN may be what a label says
+        overflow = name in narrow
         bad = bad_rows(slab, column, overflow)
         if not bad:
             continue
         value = bool(torch.isnan(column.row(bad[0]).float()).any())
         what = "NaN" if value else f"infinity after the cast to {column.spec.dtype}"
-        if overflow and column.spec.dtype == _SATURATES:
-            what, value = f"NaN, or infinity after the cast to {_SATURATES}", False
+        if overflow and column.spec.dtype == SATURATES:
+            what, value = f"NaN, or infinity after the cast to {SATURATES}", False
         if not skip:
             listed = ", ".join(str(first_row + row) for row in bad[:8]) + (", …" if len(bad) > 8 else "")
             remedy = "nan='keep' stores them as they are" if value else "dtype=torch.bfloat16 has the range of float32"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from torchhook._extract import in_memory
 from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import rows_in
@@ -44,6 +45,8 @@ class Indexed:
         """Where the batches of a batch sampler end, if they are to be kept: ``batch_size`` is then the largest."""
         self.rows: int | None = len(self.order)
         self.options = options or {}
+        self.memory = in_memory.of(dataset, self.order, collate, bool(self.options.get("pin_memory")))
+        """Its rows, where they need no loading."""
 
     def batches(self, spans: Iterable[tuple[int, int]], first: Batch | None = None) -> Iterator[Batch]:
         """Batches of the given spans of rows, in their order; none reaches over the end of its span.
@@ -55,6 +58,11 @@ class Indexed:
             yield first
             spans[0] = (first.start + first.span, spans[0][1])
         sampler = SpanSampler(spans, self.batch_size, self.order, self.ends)
+        if self.memory is not None:
+            for start, stop in sampler.cuts():
+                value = self.memory.rows(start, stop)
+                yield self._batch(start, stop, (value, {}) if self.tolerant else value)
+            return
         loader: Any = DataLoader(
             cast(Any, Tolerant(self.dataset) if self.tolerant else self.dataset),
             batch_sampler=sampler,
@@ -77,18 +85,23 @@ class Indexed:
             yield self._single(row)
 
     def _single(self, row: int) -> Batch:
+        if self.memory is not None:
+            return Batch(row, 1, self.memory.rows(row, row + 1), {}, lambda: iter(()))
         try:
             return Batch(row, 1, self.collate([self.dataset[int(self.order[row])]]), {}, lambda: iter(()))
         except Exception as error:
             return Batch(row, 1, None, {0: why(error)}, lambda: iter(()))
 
-    def first(self) -> Iterator[Batch]:
-        """Batches to measure with, loaded here and now."""
-        # Without workers: starting them takes longer than to load a batch.
+    def first(self, at: int = 0) -> Iterator[Batch]:
+        """Batches to measure with, from row ``at`` on, loaded here and now."""
+        assert self.rows is not None
+        yield from self.here([(at, self.rows)] if self.rows > at else [])
+
+    def here(self, spans: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """Batches of some spans, loaded in this process: starting workers takes longer than to load a batch."""
         options, self.options = self.options, {}
         try:
-            assert self.rows is not None
-            yield from self.batches([(0, self.rows)] if self.rows else [])
+            yield from self.batches(spans)
         finally:
             self.options = options
 
@@ -121,8 +134,8 @@ class Stream:
             yield _whole(at, value, kept)
             at += rows_in(value)
 
-    def first(self) -> Iterator[Batch]:
-        """Batches to measure with: copies, since the run comes to them again."""
+    def first(self, at: int = 0) -> Iterator[Batch]:
+        """Batches to measure with, from the beginning: copies, since the run comes to them again."""
         at = 0
         for value, kept in itertools.islice(self._values(), LOOK):
             self._seen.append((value, kept))

@@ -13,10 +13,11 @@ from torchhook._extract.batches import Batch
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras, Fill, pieces
 from torchhook._extract.forward import Forward
-from torchhook._extract.slabs import Slab
+from torchhook._extract.skips import Skips
+from torchhook._extract.slabs import NARROW, Slab
 from torchhook._extract.sources import Source
 from torchhook._extract.writer import Done, Writer
-from torchhook._features.api import Manifest, Store
+from torchhook._features.api import Entry, Manifest, Page, Store
 from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError, note
 
@@ -43,17 +44,29 @@ class Task:
     device: torch.device | str | None = None
     skip: bool = False
     check_nan: bool = True
+    skips: Skips = dataclasses.field(default_factory=lambda: Skips(None, None))
     first: FirstBatch | None = None
+    page: Page | None = None
+    """Where to note the shards that are committed."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Its values may lie on a GPU that another process has not, and a batch knows its rows by a closure.
-        return {**self.__dict__, "first": None}
+        return {**self.__dict__, "first": None, "page": None}
 
-    def do_shard(self, shard: int) -> Done:
-        """Do one shard."""
-        done: list[Done] = []
-        self.do_shards([shard], done.append)
-        return done[0]
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The shards that were committed here."""
+        return () if self.page is None else self.page.entries
+
+    def note(self, done: Done) -> None:
+        """Remember a shard that is committed; what another one has committed first, that one remembers."""
+        if self.page is not None and done.ours:
+            self.page.add(done.entry)
+
+    def flush(self) -> None:
+        """Write down which shards were committed, for whoever opens the store or goes on with it."""
+        if self.page is not None:
+            self.page.flush()
 
     def do_shards(
         self,
@@ -65,6 +78,11 @@ class Task:
 
         ``done`` hears of each committed shard, from a writer's thread; ``passed`` of each batch.
         """
+
+        def committed(one: Done) -> None:
+            self.note(one)
+            done(one)
+
         wanted = todo if callable(todo) else set(todo).__contains__
         spans = [] if callable(todo) else [self.manifest.span(shard) for shard in todo]
         with evaluating_on(self.forward.model, self.device) as device:
@@ -75,7 +93,9 @@ class Task:
                 slabs=SLABS,
                 skip=self.skip,
                 check_nan=self.check_nan,
-                done=done,
+                narrow=self._narrow(),
+                skips=self.skips,
+                done=committed,
             )
             try:
                 end = _Run(self, device, writer, wanted).over(spans, passed)
@@ -84,6 +104,17 @@ class Task:
                 raise
             writer.close()
         return end
+
+    def _narrow(self) -> list[str]:
+        """The columns whose numbers were cast to a type that may be too small for them."""
+        # What a model computes in half precision itself is what it is.
+        of_model = {tensor.dtype for tensor in (*self.forward.model.parameters(), *self.forward.model.buffers())}
+        cast = self.manifest.dtype is not None or not self.manifest.autocast
+        return [
+            spec.name
+            for spec in self.manifest.columns
+            if spec.dtype in NARROW and (self.manifest.dtype is not None or (cast and spec.dtype not in of_model))
+        ]
 
 
 def _finish(writer: Writer, error: BaseException) -> None:
@@ -167,7 +198,7 @@ class _Run:
 
     def _features(self, batch: Batch, slabs: dict[int, Slab]) -> None:
         for position, why in batch.failed.items():
-            self._skip(batch.start + position, why, slabs)
+            self._skip(batch.start + position, why, slabs, None)
         if batch.value is None:
             return
         try:
@@ -179,12 +210,13 @@ class _Run:
             for one in batch.singles() if batch.span > 1 else ():
                 self._features(one, slabs)
             if batch.span == 1:
-                self._skip(batch.start, f"{type(error).__name__}: {error}", slabs)
+                self._skip(batch.start, f"{type(error).__name__}: {error}", slabs, batch.value)
 
-    def _skip(self, row: int, why: str, slabs: dict[int, Slab]) -> None:
+    def _skip(self, row: int, why: str, slabs: dict[int, Slab], value: Any) -> None:
         shard, at = divmod(row, self.size)
         if shard in slabs:
-            slabs[shard].skip(at, why)
+            self.task.skips.add(row, why)
+            slabs[shard].skip(at, why, self.task.extras.id_of(row, value))
 
     def _run(self, batch: Batch, slabs: dict[int, Slab]) -> None:
         good, task = batch.good, self.task

@@ -9,26 +9,40 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from torchhook._extract.skips import Skips
 from torchhook._extract.slabs import Slab, check_values
-from torchhook._features.api import Manifest, Store
+from torchhook._features.api import Entry, Manifest, Store
 from torchhook.errors import note
-
-_NARROW = ("float16", "float8_e4m3fn", "float8_e5m2")  # a cast to these may overflow
 
 
 class Done(NamedTuple):
     """A shard that is committed."""
 
-    shard: int
-    rows: int
-    nbytes: int
+    entry: Entry
+    """What the index says of it."""
     ours: bool
     """Whether this writer was the first."""
-    skipped: dict[int, str]
-    """Rows of the whole data set that were skipped, and why."""
+    first_row: int
+
+    @property
+    def shard(self) -> int:
+        return self.entry.shard
+
+    @property
+    def rows(self) -> int:
+        return self.entry.rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.size
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Rows of the whole data set that were skipped, and why."""
+        return {self.first_row + int(row): why for row, why in self.entry.skipped.items()}
 
 
 class Writer:
@@ -44,11 +58,14 @@ class Writer:
         threads: int = 3,
         skip: bool = False,
         check_nan: bool = True,
+        narrow: Collection[str] = (),
+        skips: Skips | None = None,
         done: Callable[[Done], None] = lambda done: None,
     ) -> None:
         self._store, self._manifest, self._done = store, manifest, done
         self._pin, self._unmade = pin, slabs
-        self._skip, self._check_nan = skip, check_nan
+        self._skip, self._check_nan, self._narrow = skip, check_nan, narrow
+        self._skips = Skips(None, manifest.rows) if skips is None else skips
         # Without a limit: there are never more slabs than were made.
         self._free: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[Slab | None] = queue.SimpleQueue()
@@ -102,12 +119,16 @@ class Writer:
             event.synchronize()
         first, _ = self._manifest.span(slab.shard)
         # Here, where the model does not wait for another pass over the rows.
+        blanked = list(slab.skipped)
         if self._check_nan:
-            check_values(slab, first, self._manifest.dtype in _NARROW, self._skip)
-        metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows), **slab.metadata}
+            check_values(slab, first, self._narrow, self._skip)
+        for row in slab.skipped.keys() - set(blanked):
+            self._skips.add(first + row, slab.skipped[row])
+        slab.mark_skipped(blanked)
+        metadata = {"shard": str(slab.shard), "first_row": str(first), "rows": str(slab.rows)}
+        metadata |= {**self._manifest.marks, **slab.metadata}
         if slab.skipped:
             # Sorted: rows are skipped in any order, and the same rows must be the same bytes.
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
-        nbytes, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
-        skipped = {first + row: why for row, why in slab.skipped.items()}
-        self._done(Done(slab.shard, slab.rows, nbytes, ours, skipped))
+        entry, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
+        self._done(Done(entry, ours, first))

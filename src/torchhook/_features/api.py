@@ -1,19 +1,28 @@
 """What other rooms use of a feature store: reading it, and the files that extraction writes. Nothing runs a model."""
 
+from torchhook._features.differences import CHANGES
 from torchhook._features.direct_io import empty as aligned_empty
 from torchhook._features.features import Features, open_features
+from torchhook._features.index import Contents, Entry, Page
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec, Manifest, shown, versions
+from torchhook._features.storage import Storage, absolute
 from torchhook._features.store import Store
 from torchhook._features.verify import Report, verify
 
 __all__ = [
+    "CHANGES",
     "IDS",
     "LABELS",
     "ColumnSpec",
+    "Contents",
+    "Entry",
     "Features",
     "Manifest",
+    "Page",
     "Report",
+    "Storage",
     "Store",
+    "absolute",
     "aligned_empty",
     "open_features",
     "shown",

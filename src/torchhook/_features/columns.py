@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import operator
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._features.manifest import ColumnSpec
-from torchhook._features.reading import MappedShard, OpenShards
-from torchhook.errors import IncompleteStoreError
+from torchhook._features.indexing import chosen
+from torchhook._features.manifest import IDS, LABELS
+from torchhook._features.reading import OpenShards
+from torchhook.errors import BrokenShardError, IncompleteStoreError
+
+if TYPE_CHECKING:
+    from torchhook._features.features import Features
+
+_TOGETHER = 1024  # rows that are gathered at once
+_MOST_OFFSETS = 1024  # shards whose offsets are remembered
 
 
 class Column:
@@ -21,13 +30,19 @@ class Column:
     Rows of different lengths come as lists of tensors, text as strings.
     """
 
-    def __init__(
-        self, spec: ColumnSpec, rows: int, rows_per_shard: int, open_shards: OpenShards, missing: frozenset[int]
-    ) -> None:
-        self.spec, self._rows, self._per_shard = spec, rows, rows_per_shard
-        self._shards, self._missing = open_shards, missing
-        self._tensors: dict[int, Tensor] = {}
-        self._offsets: dict[int, Tensor] = {}
+    def __init__(self, features: Features, name: str, open_shards: OpenShards) -> None:
+        self._features, self._shards = features, open_shards
+        self.spec = features.manifest[name]
+        self._rows, self._per_shard = len(features), features.manifest.rows_per_shard
+        self._missing = frozenset(features.missing)
+        self._views, self._used = open_shards.views[name], open_shards.used
+        self._offsets: OrderedDict[int, Tensor] = OrderedDict()
+        self._direct = open_shards.mapped and not self.spec.ragged
+
+    def __reduce__(self) -> Any:
+        # By way of the store: a worker maps the files itself.
+        extra = {IDS: "ids", LABELS: "labels"}.get(self.name)
+        return (getattr, (self._features, extra)) if extra else (operator.getitem, (self._features, self.name))
 
     @property
     def name(self) -> str:
@@ -52,89 +67,133 @@ class Column:
         return f"<{self.spec}, {self._rows:,} rows>"
 
     def __getitem__(self, key: Any) -> Any:
+        """What a tensor of all rows would give for the same index, as a copy: ``v[3]``, ``v[:, 0]``, ``v[mask]``."""
         if type(key) is int and 0 <= key < self._rows:  # the common case first, and short
             shard, at = divmod(key, self._per_shard)
-            tensor = self._tensors.get(shard)
-            return tensor[at].clone() if tensor is not None else self._one(shard, at)
-        if isinstance(key, slice):
-            first, last, step = key.indices(self._rows)
-            return self._span(first, max(first, last)) if step == 1 else self.take(list(range(first, last, step)))
-        if isinstance(key, Tensor):
-            key = key.cpu().numpy()
-        if isinstance(key, (list, tuple, range)) or (isinstance(key, np.ndarray) and key.ndim):
-            return self.take(numbers(key, self._rows, self.name))
-        (row,) = numbers([key], self._rows, self.name)
-        return self._one(*divmod(row, self._per_shard))
+            return self._view(shard)[at].clone() if self._direct else self._one(shard, at)
+        if self.spec.ragged:
+            return self._of_ragged(key)
+        rows, rest = chosen(key, (self._rows, *self.spec.shape), self.name)
+        if rest is None:
+            return self._all_of(rows)
+        try:
+            return self._some_of(rows, rest)
+        except IndexError as error:
+            raise IndexError(f"{self.name!r}: {error}, of shape {self.shape}.") from error
+
+    def _all_of(self, rows: range | list[int]) -> Any:
+        if isinstance(rows, range) and rows.step == 1:
+            return self._span(rows.start, rows.stop)
+        return self.take(list(rows))
+
+    def _some_of(self, rows: range | list[int], rest: tuple[Any, ...]) -> Tensor:
+        neighbors = isinstance(rows, range) and rows.step == 1 and len(rows) > 0
+        if neighbors and rest[0] == slice(None) and all(map(_is_plain, rest)):
+            # Shard by shard: one token of each row is much less than all of them.
+            return torch.cat([part[rest] for part in self._parts(rows[0], rows[-1] + 1)])
+        found: Tensor = self._all_of(rows)[rest]
+        return found
+
+    def _of_ragged(self, key: Any) -> Any:
+        parts = key if isinstance(key, tuple) else (key,)
+        rows, rest = chosen(parts[:1], (self._rows,), self.name)
+        if rest is not None and type(rest[0]) is int:  # a single row, which can be indexed on
+            row = self._one(*divmod(rows[0], self._per_shard))
+            if len(parts) == 1:
+                return row
+            if not self.spec.text:
+                return row[parts[1:]]
+        if rest is not None or len(parts) > 1:
+            raise TypeError(
+                f"{self.name!r}: rows of different lengths, or text, are chosen by number, slice, list or mask."
+            )
+        return self._all_of(rows)
 
     # -- reading shards --------------------------------------------------------------------------
 
     def _shard(self, shard: int) -> Any:
+        self._require(shard)
+        return self._shards[shard]
+
+    def _require(self, shard: int) -> None:
         if shard in self._missing:
             raise IncompleteStoreError(
                 f"{self.name!r}: the rows from {shard * self._per_shard} on are in shard {shard}, which is "
                 "missing. Run the same extract call again."
             )
-        found = self._shards[shard]
-        if isinstance(found, MappedShard) and not self.spec.ragged:
-            # These hold the maps of their shards open, also those that OpenShards has let go.
-            if len(self._tensors) > 4096:
-                self._tensors.clear()
-            self._tensors[shard] = found.tensor(self.name)
+
+    def _view(self, shard: int) -> Tensor:
+        """All rows of a mapped shard, as they lie there."""
+        try:
+            found = self._views[shard]
+            self._used(shard)
+        except KeyError:  # not mapped yet, or not any more
+            self._require(shard)
+            found = self._shards.view(shard, self.name)
         return found
 
     def _one(self, shard: int, at: int) -> Any:
-        found = self._shard(shard)
-        if not self.spec.ragged:
-            return found.rows(self.name, at, at + 1)[0].clone()
-        return self._ragged(shard, at, at + 1)[0]
+        return self._ragged(shard, at, at + 1)[0] if self.spec.ragged else self.block(shard, at, at + 1)[0].clone()
 
     def block(self, shard: int, low: int, high: int) -> Any:
         """Rows of one shard as they lie there: not to be written to."""
-        found = self._shard(shard)
-        return self._ragged(shard, low, high) if self.spec.ragged else found.rows(self.name, low, high)
+        if self.spec.ragged:
+            return self._ragged(shard, low, high)
+        return self._view(shard)[low:high] if self._direct else self._shard(shard).rows(self.name, low, high)
 
     def _ragged(self, shard: int, low: int, high: int) -> list[Any]:
         found = self._shard(shard)
-        offsets = self._offsets.get(shard)
-        if offsets is None:
-            _, shape, _, _ = found.header.span(self.spec.offsets)
-            # Cloned: a view of them would keep the map of the whole shard open.
-            offsets = self._offsets[shard] = found.rows(self.spec.offsets, 0, shape[0]).clone()
-            if len(self._offsets) > 1024:
-                self._offsets.pop(next(iter(self._offsets)))
-        ends = offsets[low : high + 1].tolist()
+        ends = self._ends(shard, found)[low : high + 1].tolist()
         items = found.rows(self.name, ends[0], ends[-1])
         rows = [items[a - ends[0] : b - ends[0]] for a, b in itertools.pairwise(ends)]
-        return [bytes(row.numpy()).decode() for row in rows] if self.spec.text else [row.clone() for row in rows]
+        if not self.spec.text:
+            return [row.clone() for row in rows]
+        try:
+            return [bytes(row.numpy()).decode() for row in rows]
+        except UnicodeDecodeError as error:
+            raise BrokenShardError(f"{found.header.where}: {self.name!r} is no text: altered.") from error
+
+    def _ends(self, shard: int, found: Any) -> Tensor:
+        """Where the rows of a shard begin, and the last one ends."""
+        ends = self._offsets.get(shard)
+        if ends is None:
+            count, items = found.header.span(self.spec.offsets)[1][0], found.header.span(self.name)[1][0]
+            offsets = found.rows(self.spec.offsets, 0, count)
+            if offsets[0] != 0 or offsets[-1] != items or (offsets.diff() < 0).any():
+                raise BrokenShardError(f"{found.header.where}: the offsets of {self.name!r} make no sense: altered.")
+            # Cloned: a view of them would keep the map of the whole shard open.
+            ends = self._offsets[shard] = offsets.clone()
+            if len(self._offsets) > _MOST_OFFSETS:
+                self._offsets.popitem(last=False)
+        return ends
 
     def _span(self, first: int, last: int) -> Any:
-        if first == last:
-            return [] if self.spec.ragged else torch.empty((0, *self.spec.shape), dtype=self.dtype)
-        parts = [self.block(shard, low, high) for shard, low, high in self._cuts(first, last)]
+        parts = self._parts(first, last)
+        if self.spec.ragged:
+            return [row for part in parts for row in part]
         # cat copies a single part too: nobody is given the map itself.
-        return [row for part in parts for row in part] if self.spec.ragged else torch.cat(parts)
+        return torch.cat(list(parts)) if first < last else torch.empty((0, *self.spec.shape), dtype=self.dtype)
 
-    def _cuts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        for shard in range(first // self._per_shard, (last - 1) // self._per_shard + 1):
+    def _parts(self, first: int, last: int) -> Iterator[Any]:
+        """Rows ``[first, last)`` as they lie in one shard after the other."""
+        for shard in range(first // self._per_shard, -(-last // self._per_shard)) if first < last else ():
             start = shard * self._per_shard
-            yield shard, max(0, first - start), min(self._per_shard, last - start)
+            yield self.block(shard, max(0, first - start), min(self._per_shard, last - start))
 
     def take(self, rows: list[int]) -> Any:
         """Rows by number, without the checks of an index: for numbers that are known to be right."""
         if self.spec.ragged:
             return [self._one(*divmod(row, self._per_shard)) for row in rows]
-        if not rows:
-            return torch.empty((0, *self.spec.shape), dtype=self.dtype)
         if not self._shards.mapped:
             return self._gather_ranges(rows)
-        per_shard, known, views = self._per_shard, self._tensors, []
-        for row in rows:
-            shard = row // per_shard
-            if shard not in known:
-                self._shard(shard)
-            views.append(known[shard][row - shard * per_shard])
-        # Rows come in any order and from any shard: views cost nothing, and stack copies each of them once.
-        return torch.stack(views)
+        out, per_shard = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype), self._per_shard
+        # In parts: views of rows hold the maps of their shards, and there must not be too many.
+        for start in range(0, len(rows), _TOGETHER):
+            part = rows[start : start + _TOGETHER]
+            # Rows come in any order and from any shard: views cost nothing, and stack copies each of them once.
+            views = [self._view(row // per_shard)[row % per_shard] for row in part]
+            torch.stack(views, out=out[start : start + len(part)])
+        return out
 
     def _gather_ranges(self, rows: list[int]) -> Tensor:
         """Neighbours are read together."""
@@ -175,22 +234,9 @@ class Column:
         return array if dtype is None else array.astype(dtype)
 
 
-def numbers(key: Any, rows: int, name: str) -> list[int]:
-    """The row numbers that a list of them or a mask stands for, of so many rows."""
-    found = np.asarray(key.cpu() if isinstance(key, Tensor) else key)
-    if found.dtype == bool:
-        if found.shape != (rows,):
-            raise IndexError(f"{name!r}: a mask of shape {found.shape} for {rows} rows.")
-        found = found.nonzero()[0]
-    if found.size == 0:
-        return []
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise TypeError(f"{name!r}: rows are chosen by number, slice, list or mask, found {found.dtype} {found.shape}.")
-    beyond = found[(found < -rows) | (found >= rows)]
-    if beyond.size:
-        raise IndexError(f"{name!r}: row {beyond[0]} of {rows}.")
-    chosen: list[int] = np.where(found < 0, found + rows, found).tolist()
-    return chosen
+def _is_plain(part: Any) -> bool:
+    """Whether a part of an index leaves the order of dims alone, as lists, masks and bools do not."""
+    return part is None or part is Ellipsis or (isinstance(part, (int, slice)) and not isinstance(part, bool))
 
 
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

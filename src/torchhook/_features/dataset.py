@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
-from torchhook._features.columns import numbers
+from torchhook._features.indexing import numbers
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:

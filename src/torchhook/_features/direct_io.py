@@ -35,6 +35,7 @@ BLOCK = 4096
 _ROOM = 1 << 20  # what does not begin with a block is copied through so much memory
 _SMALL = 1 << 20  # files for which it is not worth it
 _MOST_BUFFERS = 512  # for one writev; Linux takes 1024
+_MOST_BYTES = 1 << 30  # for one write; macOS takes 2 GiB less a byte, and Linux cuts there
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, pin: bool = False) -> Tensor:
@@ -52,7 +53,19 @@ def write(handle: int, chunks: Chunks) -> None:
     if _DIRECT and sum(map(len, left)) >= _SMALL:
         _write_directly(handle, left)
     while left:
-        _drop(left, os.writev(handle, left[:_MOST_BUFFERS]))  # type: ignore[arg-type]
+        _drop(left, _write(handle, left))
+
+
+def _write(handle: int, left: list[Bytes]) -> int:
+    """Write as much as the system takes at once, and return how much that was."""
+    room, buffers = _MOST_BYTES, []
+    for chunk in left[:_MOST_BUFFERS]:
+        if room:
+            buffers.append(chunk[:room])
+            room -= len(buffers[-1])
+    if hasattr(os, "writev"):
+        return os.writev(handle, buffers)  # type: ignore[arg-type]
+    return os.write(handle, buffers[0].data)  # on Windows, one after the other
 
 
 def _drop(left: list[Bytes], done: int) -> None:
@@ -71,7 +84,7 @@ def _write_directly(handle: int, left: list[Bytes]) -> None:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | _DIRECT)
         room = empty((_ROOM,), torch.uint8).numpy()
         while len(blocks := _blocks(left, room)):
-            _drop(left, os.writev(handle, [blocks]))  # type: ignore[list-item]
+            _drop(left, _write(handle, [blocks]))
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not on this file system, or not any further
             raise

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
 from torchhook._features.columns import Column, as_numpy
 from torchhook._features.manifest import shown
-from torchhook.errors import IncompleteStoreError, require
+from torchhook._features.reading import MOST_MAPS
+from torchhook.errors import ExtractError, IncompleteStoreError, require
 
 if TYPE_CHECKING:
     from torchhook._features.features import Features
@@ -55,59 +59,104 @@ def _file_name(site: str) -> str:
 
 
 def to_npy(features: Features, folder: str | os.PathLike[str], sites: Sites = None) -> list[str]:
-    """One file per column, written shard by shard; ragged ones with ``.offsets.npy``, text as ``.txt`` lines."""
+    """One file per column, written shard by shard; ragged ones with ``.offsets.npy``.
+
+    Text becomes the lines of a ``.txt``, or a ``.json`` list where one of the texts has line breaks of its own.
+    """
     root = Path(folder)
-    written = []
+    written: list[Path] = []
     for name, column in _columns(features, sites, _file_name):
         root.mkdir(parents=True, exist_ok=True)
-        base = root / name
         if column.spec.text:
-            path = Path(f"{base}.txt")
-            _whole(path, lambda temporary, c=column: _lines(temporary, c))
+            written += _write_text(root, name, column)
+        elif column.spec.ragged:
+            written += _write_ragged(root, name, column)
         else:
-            path = Path(f"{base}.npy")
-            _whole(path, lambda temporary, c=column: _array(temporary, c))
-            if column.spec.ragged:
-                ends = np.cumsum([0, *(len(row) for _, block in column.blocks() for row in block)])
-                written.append(f"{base}.offsets.npy")
-                np.save(written[-1], ends)
-        written.append(str(path))
-    return sorted(written)
+            paths = [root / f"{name}.npy"]
+            with _whole(paths) as (file,):
+                _write_rows(file, column, len(column))
+            written += paths
+    return sorted(map(str, written))
 
 
-def _whole(path: Path, write: Any) -> None:
-    # A mapped array has its full length from the start: broken off, it would look complete, with zeros in it.
-    temporary = path.with_name(f".{path.name}.tmp")
-    write(temporary)
-    os.replace(temporary, path)
+@contextlib.contextmanager
+def _whole(paths: Sequence[Path]) -> Iterator[list[BinaryIO]]:
+    """New files that take their names together, when all that was written to them is on the disk, or never."""
+    # A name by chance: two exports to one folder may run at once.
+    temporary = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
+    with contextlib.ExitStack() as stack:
+        for path in temporary:
+            stack.callback(path.unlink, missing_ok=True)
+        # Not a mapped array: it has its full length from the start, and a full disk would end the process (SIGBUS).
+        with contextlib.ExitStack() as handles:
+            files: list[BinaryIO] = [handles.enter_context(open(path, "xb")) for path in temporary]
+            yield files
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+        for path, final in zip(temporary, paths, strict=True):
+            os.replace(path, final)
+    with contextlib.suppress(OSError):  # not every system can sync a folder
+        handle = os.open(paths[0].parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
-def _lines(path: Path, column: Column) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+def _write_text(root: Path, name: str, column: Column) -> list[Path]:
+    texts = (text for _, block in column.blocks() for text in block)
+    lines = all(map(_is_line, texts))
+    path = root / f"{name}{'.txt' if lines else '.json'}"
+    with _whole([path]) as (file,):
+        between = b"["
         for _, block in column.blocks():
-            file.writelines(f"{text}\n" for text in block)
+            if lines:
+                file.writelines(f"{text}\n".encode() for text in block)
+            else:
+                file.write(between + ",\n".join(map(json.dumps, block)).encode())
+                between = b",\n"
+        file.write(b"" if lines else b"]\n")
+    return [path]
 
 
-def _array(path: Path, column: Column) -> None:
-    items = len(column) if not column.spec.ragged else sum(len(row) for _, block in column.blocks() for row in block)
+def _is_line(text: str) -> bool:
+    """Whether a text can be a line of a file, and is the same when it is read again."""
+    return text.splitlines() in ([], [text])  # it knows more ends of lines than \n
+
+
+def _write_ragged(root: Path, name: str, column: Column) -> list[Path]:
+    ends = np.cumsum([0, *(len(row) for _, block in column.blocks() for row in block)])
+    paths = [root / f"{name}.npy", root / f"{name}.offsets.npy"]
+    with _whole(paths) as (items, offsets):
+        _write_rows(items, column, int(ends[-1]))
+        np.save(offsets, ends)
+    return paths
+
+
+def _write_rows(file: BinaryIO, column: Column, items: int) -> None:
     kind = as_numpy(torch.empty(0, dtype=column.dtype)).dtype  # as the rows will come: some dtypes are widened
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(items, *column.spec.shape))
-    at = 0
+    about = {"descr": kind.str, "fortran_order": False, "shape": (items, *column.spec.shape)}
+    np.lib.format.write_array_header_1_0(file, about)
     for _, block in column.blocks():
-        rows = as_numpy(torch.cat(block) if isinstance(block, list) else block) if len(block) else block
-        array[at : at + len(rows)] = rows
-        at += len(rows)
-    array.flush()
+        rows = torch.cat(block) if isinstance(block, list) and block else block
+        if isinstance(rows, torch.Tensor) and rows.numel():
+            file.write(np.ascontiguousarray(as_numpy(rows)).data)
 
 
 def to_hf(features: Features, sites: Sites = None) -> Any:
     """A ``datasets.Dataset`` whose columns are the sites, ids and labels; where Arrow has the dtype, a view."""
     datasets = require("datasets", "hf")
     arrow = require("pyarrow", "hf")
-    columns = {
-        name: arrow.chunked_array([_arrow(arrow, block) for _, block in column.blocks()])
-        for name, column in _columns(features, sites, shown)
-    }
+    found = dict(_columns(features, sites, shown))
+    chunks: dict[str, list[Any]] = {name: [] for name in found}
+    # What is given away holds the maps of all shards: views of few, copies of many.
+    few = len(features) <= MOST_MAPS * features.manifest.rows_per_shard
+    # Shard by shard, so that all columns of one share its map.
+    for blocks in zip(*(column.blocks() for column in found.values()), strict=True):
+        for name, (_, block) in zip(found, blocks, strict=True):
+            chunks[name].append(_arrow(arrow, block if few or isinstance(block, list) else block.clone()))
+    columns = {name: arrow.chunked_array(parts) for name, parts in chunks.items()}
     table = arrow.table(columns)
     about = [features.path, features.manifest.to_json(), list(columns), features.nbytes]
     # Without a fingerprint of our own, the library would hash every byte to make one.
@@ -119,8 +168,12 @@ def _arrow(arrow: Any, block: Any) -> Any:
     if isinstance(block, list):
         if not block or isinstance(block[0], str):
             return arrow.array(block, arrow.string())
-        # Arrow's lists count in 32 bits: enough for a shard, and columns are chunks of one shard each.
-        ends = np.cumsum([0, *map(len, block)]).astype(np.int32)
+        ends = np.cumsum([0, *map(len, block)])
+        if ends[-1] > np.iinfo(np.int32).max:
+            raise ExtractError(
+                f"{ends[-1]:,} items in one shard: Arrow's lists count in 32 bits. Extract with smaller shards."
+            )
+        ends = ends.astype(np.int32)
         return arrow.ListArray.from_arrays(arrow.array(ends), _arrow(arrow, torch.cat(block)))
     found = arrow.array(as_numpy(block).reshape(-1))
     for dim in reversed(range(1, block.dim())):

@@ -47,11 +47,12 @@ class Features:
         if found is None:
             raise FileNotFoundError(f"{self.path} is no feature store: it has no {manifest.NAME}.")
         # Listed once: the index and the shards are judged by the same state, while others may still be writing.
-        sizes = store.storage.sizes(shards.FOLDER)
+        there = store.contents(found)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
-        entries = index.read_index(store.storage, sizes, broken)
+        entries = index.own(found, there.entries(broken), broken)
         self.manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
+        entries = _fitting(self.manifest, entries, broken)
         self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
         """Shards that are not there, or cannot be read."""
         if not incomplete:
@@ -64,7 +65,9 @@ class Features:
         """Rows without features, and why."""
         self.nbytes = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
-        self._shards = OpenShards(store.storage, sizes, mapped)
+        sizes = {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}
+        known = {entry.shard: entry for entry in entries}
+        self._shards = OpenShards(store.storage, sizes, mapped, self.manifest, known)
         self._columns: dict[str, Column] = {}
 
     def __reduce__(self) -> Any:
@@ -99,8 +102,7 @@ class Features:
     def _column(self, name: str) -> Column:
         if name not in self._columns:
             # One object for each column: it knows its open shards, and a loop may ask for it row by row.
-            spec, missing = self.manifest[name], frozenset(self.missing)
-            self._columns[name] = Column(spec, len(self), self.manifest.rows_per_shard, self._shards, missing)
+            self._columns[name] = Column(self, name, self._shards)
         return self._columns[name]
 
     @property
@@ -166,7 +168,9 @@ class Features:
             f"transform: {about.transform}",
         ]
         if self.skipped:
-            notes.append(f"skipped: {len(self.skipped)} rows, see .skipped")
+            notes.append(
+                f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
+            )
         if self.missing:
             notes.append(f"incomplete: {len(self.missing)} shards are missing")
         rows = [[shown(spec.name), spec.row] for spec in about.columns]
@@ -187,6 +191,21 @@ def _so_far(found: Manifest, entries: list[Entry]) -> Manifest:
     """The manifest of a stream that has not come to its end, with the rows that are there."""
     ends = [entry.shard * found.rows_per_shard + entry.rows for entry in entries]
     return dataclasses.replace(found, rows=max(ends, default=0))
+
+
+def _fitting(whole: Manifest, entries: list[Entry], broken: list[str]) -> list[Entry]:
+    """The shards with the rows that the manifest gives them; what is wrong with others goes to ``broken``."""
+    found = []
+    for entry in entries:
+        first, last = whole.span(entry.shard)
+        if entry.rows == last - first:
+            found.append(entry)
+        else:
+            wanted, name = max(0, last - first), shards.name_of(entry.shard)
+            broken.append(
+                f"{name} holds {entry.rows} rows where {wanted} are expected of {whole.rows} in all: foreign."
+            )
+    return found
 
 
 def _require_complete(path: str, found: Manifest, broken: list[str], missing: list[int]) -> None:

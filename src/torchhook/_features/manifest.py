@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import platform
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from torchhook._features import shards
+from torchhook._features import differences, formats, shards
 from torchhook._recording.address import MODEL
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._version import __version__
@@ -19,11 +21,11 @@ from torchhook.errors import ExtractError
 
 NAME = "store.json"
 IDS, LABELS = ":ids", ":labels"  # no addresses of sites: these are no ports
-_FORMAT = "torchhook-features"
 # Not row_bytes and about: they may differ between runs that write the same bytes.
 _COMPARED = {
     "sites": "sites",
     "model": "model",
+    "code": "code",
     "transform": "transform",
     "input_fn": "input_fn",
     "lengths": "lengths",
@@ -32,8 +34,10 @@ _COMPARED = {
     "columns": "columns",
     "rows": "rows",
     "rows_per_shard": "rows per shard",
-    "source": "data",
+    "source": "kind of data",
+    "data": "data",
 }
+_OF_CODE = ("transform", "input_fn", "lengths")
 
 
 def shown(name: str) -> str:
@@ -115,11 +119,37 @@ class Manifest:
     """``rows`` (can be reached by number) or ``stream`` (only in order)."""
     row_bytes: int = 0
     """Measured on the first batch: an estimate where rows have different lengths."""
+    code: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What the model's classes and the functions are made of, and the plain values that they use, by name."""
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What is known of the rows: digests of files, ids and contents, and how they are prepared."""
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     """For people: batch size, versions. Not compared."""
+    version: int = dataclasses.field(default=formats.VERSION, compare=False)
+    """Of the format; the shards of the first one do not say which run they belong to."""
 
     def __getitem__(self, name: str) -> ColumnSpec:
         return next(column for column in self.columns if column.name == name)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, str]:
+        """A digest of each thing that is compared, by its word: what shards of two runs differ in."""
+        found = {}
+        for field, word in _COMPARED.items():
+            value = getattr(self, field)
+            if field == "rows" and self.source == "stream":
+                value = None  # known at the end of a stream, when its shards are written
+            if field == "columns":
+                value = [column.to_json() for column in self.columns]
+            found[word] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+        return found
+
+    @functools.cached_property
+    def plan(self) -> str | None:
+        """The digest that every shard of this run has in its header; ``None`` for a store of the first format."""
+        if self.version == 1:
+            return None
+        return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:24]
 
     @property
     def shards(self) -> int | None:
@@ -143,26 +173,34 @@ class Manifest:
         # Not asdict: it would take the columns apart too, and JSON knows no dtypes.
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["columns"] = [column.to_json() for column in self.columns]
-        return json.dumps({"format": _FORMAT, "version": 1, **data}, indent=1)
+        return json.dumps(formats.sealed({"format": formats.FORMAT, **data}), indent=1)
 
     @classmethod
     def from_json(cls, text: bytes | str, where: str) -> Manifest:
         try:
-            data = json.loads(text)
-            if data.pop("format") != _FORMAT or data.pop("version") != 1:
-                raise ValueError("another format or version")
+            data = formats.current(json.loads(text))
             data["columns"] = tuple(ColumnSpec.from_json(column) for column in data["columns"])
             return cls(**{**data, "sites": tuple(data["sites"])})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ExtractError(f"{where}/{NAME} is not the manifest of a feature store: {error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ExtractError(
+                f"{where}/{NAME} is not the manifest of a feature store: {error}. Take it from a backup, update "
+                "TorchHook if a later one wrote it, or begin again with resume=False."
+            ) from error
 
     def differences(self, other: Manifest) -> list[str]:
         """What differs from ``other``, as sentences; empty when both would write the same bytes."""
         return list(self._differences(other))
 
     def _differences(self, other: Manifest) -> Iterator[str]:
+        same_python = self._python == other._python
         for field, word in _COMPARED.items():
             mine, theirs = getattr(self, field), getattr(other, field)
+            if field == "code":
+                yield from differences.code(mine, theirs, same_python)
+                continue
+            if field == "data":
+                yield from differences.data(mine, theirs, other.about.get("repaired", {}))
+                continue
             if field == "columns":
                 mine, theirs = [str(column) for column in mine], [str(column) for column in theirs]
             if field == "sites":
@@ -170,13 +208,41 @@ class Manifest:
             # Where a stream ends is known at its end: check_rows compares it then.
             if field == "rows" and None in (mine, theirs) and self.source == other.source == "stream":
                 continue
-            if mine != theirs:
-                yield f"{word}: the store has {_short(theirs)}, this run {_short(mine)}"
+            yield from differences.texts(word, mine, theirs, same_python or field not in _OF_CODE)
 
+    @property
+    def _python(self) -> str:
+        """The version of Python, as far as it decides what code looks like."""
+        return ".".join(str(self.about.get("versions", {}).get("python", "")).split(".")[:2])
 
-def _short(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-    return text if len(text) <= 300 else text[:297] + "…"
+    def accepting(self, data: Mapping[str, Any], rows: Collection[int]) -> Manifest:
+        """The same, where the data of some rows may have been repaired since; the plan stays, and so do the shards."""
+        found = differences.repaired(data, self.data, rows)
+        before = self.about.get("repaired", {})
+        merged = {name: {**before.get(name, {}), **found.get(name, {})} for name in {**before, **found}}
+        return self if merged == before else dataclasses.replace(self, about={**self.about, "repaired": merged})
+
+    # -- shards ---------------------------------------------------------------------------------
+
+    @property
+    def marks(self) -> dict[str, str]:
+        """What the header of a shard says of the run that it belongs to."""
+        return {} if self.plan is None else {"plan": self.plan, "parts": json.dumps(self.parts)}
+
+    def is_own(self, plan: str | None) -> bool:
+        """Whether a shard with this plan belongs to the same run; those of the first format do not say."""
+        return self.plan is None or plan == self.plan
+
+    def strangeness(self, metadata: Mapping[str, str]) -> str | None:
+        """Why a shard with this in its header does not belong to the run, or ``None`` if it does."""
+        if self.is_own(metadata.get("plan")):
+            return None
+        try:
+            theirs = dict(json.loads(metadata.get("parts", "{}")))
+        except (ValueError, TypeError):
+            theirs = {}
+        words = [word for word, digest in self.parts.items() if theirs.get(word, digest) != digest]
+        return f"of another run ({'another ' + ', '.join(words) if words else 'which it does not say'})"
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,17 +45,19 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[m
 
 
 def _crc(header: bytes, chunks: Iterable[Any]) -> str:
+    """Two checksums: of the header alone, which every reader can check, and of everything."""
     # Against damage, not against malice: even this takes half of a writer's time.
-    crc = zlib.crc32(header)
+    front = crc = zlib.crc32(header)
     for chunk in chunks:
         crc = zlib.crc32(chunk, crc)
-    return f"{crc:08x}"
+    return f"{front:08x}-{crc:08x}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Header:
     """What a shard says about itself."""
 
+    where: str
     entries: dict[str, Any]
     metadata: dict[str, str]
     crc32: str
@@ -65,7 +68,9 @@ class Header:
 
     def span(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
         """Dtype, shape, first and last byte in the file of one tensor."""
-        entry = self.entries[name]
+        entry = self.entries.get(name)
+        if entry is None:
+            raise BrokenShardError(f"{self.where} has no {name!r}: altered, or of another store.")
         first, last = entry["data_offsets"]
         return BY_NAME[entry["dtype"]], entry["shape"], self.start + first, self.start + last
 
@@ -74,25 +79,42 @@ Read = Callable[[int, int], bytes]
 """Bytes ``[start, end)`` of a file."""
 
 
-def header(where: str, read: Read, size: int) -> Header:
-    """The header of a shard of ``size`` bytes, or what is wrong with it."""
-    front = read(0, min(_GUESS, size))
+def header(where: str, read: Read, size: int | None) -> Header:
+    """The header of a shard of ``size`` bytes, where that is known, or what is wrong with it."""
+    front = read(0, _GUESS if size is None else min(_GUESS, size))
     if len(front) < 8:
         raise BrokenShardError(f"{where}: {len(front)} bytes are too few for a shard: truncated.")
     start = 8 + int.from_bytes(front[:8], "little")
-    if start > size:
+    if size is not None and start > size:
         raise BrokenShardError(f"{where}: the header should end at byte {start}, the file at {size}: truncated.")
     text = front[8:start] if start <= len(front) else front[8:] + read(len(front), start)
     try:
         entries = json.loads(text)
         metadata = dict(entries.pop("__metadata__"))
-        crc = metadata.pop("crc32")
-        end = start + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        crc = str(metadata.pop("crc32"))
+        # Shards of the first format have only the checksum of everything, for which all of it must be read.
+        if len(crc) != 8 and not crc.startswith(f"{zlib.crc32(tensor_file.signed(entries, metadata)):08x}-"):
+            raise ValueError("checksum")
+        end = start + _end(entries)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise BrokenShardError(f"{where}: the header is not one of a shard: altered, or a stranger's file.") from error
-    if end != size:
+    if size is not None and end != size:
         raise BrokenShardError(f"{where}: {end} bytes are expected, {size} found: truncated or altered.")
-    return Header(entries, metadata, crc, start, end)
+    return Header(where, entries, metadata, crc, start, end)
+
+
+def _end(entries: Mapping[str, Any]) -> int:
+    """Where the data of all tensors end, if they lie end to end and are as long as they say."""
+    at = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
+        first, last = entry["data_offsets"]
+        sizes = [at, first, last, *entry["shape"]]
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError("sizes")
+        if first != at or last - first != math.prod(entry["shape"]) * BY_NAME[entry["dtype"]].itemsize:
+            raise ValueError("offsets")
+        at = last
+    return at
 
 
 def check(where: str, read: Read, size: int, block: int = 1 << 24) -> Header:
@@ -101,6 +123,6 @@ def check(where: str, read: Read, size: int, block: int = 1 << 24) -> Header:
     chunks = (read(at, min(at + block, size)) for at in range(found.start, size, block))
     # The header made anew: its own bytes hold the checksum, which cannot cover itself.
     crc = _crc(tensor_file.signed(found.entries, found.metadata), chunks)
-    if crc != found.crc32:
+    if crc != found.crc32 and crc[-8:] != found.crc32:  # the whole of it, or what the first format has
         raise BrokenShardError(f"{where}: the checksum is {crc}, the header says {found.crc32}: altered.")
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from torchhook._features import direct_io
 from torchhook._features.direct_io import Chunks, fcntl
 from torchhook.errors import require
 
+_MOST_BYTES = 1 << 30
+_WINDOWS = os.name == "nt"
 _STALE_SECONDS = 30.0  # a living writer has no lock yet when it has just made its file
 
 
@@ -27,6 +30,10 @@ class Storage(Protocol):
     """Files by relative name."""
 
     url: str
+
+    @property
+    def lists_parts(self) -> bool:
+        """Whether it pays to list only names with a prefix: an object store asks once for each thousand names."""
 
     def create(self, name: str, chunks: Chunks) -> bool:
         """Write a new file; ``False`` if there is one already, which then stays as it is."""
@@ -40,8 +47,11 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """Take a file away; none there is fine."""
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Names (with the folder) and sizes of the files in a folder; an absent folder is empty."""
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
+        """Names (with the folder) and sizes of the files in a folder; an absent folder is empty.
+
+        Of those whose names begin with ``prefix``; the folder ``""`` is the store's own.
+        """
 
     def free(self) -> int | None:
         """Bytes that still fit, where one can know."""
@@ -51,6 +61,18 @@ class Storage(Protocol):
 
     def warm(self, folder: str) -> None:
         """The files of a folder are likely to be read now."""
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path as every process means the same by it, whatever its working folder is; a URL stays as it is.
+
+    >>> absolute("s3://bucket/features"), absolute("features") == os.path.abspath("features")
+    ('s3://bucket/features', True)
+    """
+    scheme, mark, rest = os.fspath(path).rpartition("://")
+    if mark and scheme not in ("file", "local"):
+        return os.fspath(path)
+    return scheme + mark + os.path.abspath(rest)
 
 
 def locate(path: str | os.PathLike[str]) -> Storage:
@@ -70,6 +92,8 @@ def locate(path: str | os.PathLike[str]) -> Storage:
 class Folder:
     """A folder of a file system with hard links."""
 
+    lists_parts = False  # one pass over a folder is cheap, and gives all of it
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.url = os.fspath(path)
         self.root = Path(path)
@@ -81,7 +105,8 @@ class Folder:
             return False
         with self._written(final, chunks) as temporary:
             try:
-                os.link(temporary, final)
+                # On Windows, a name is never given twice; elsewhere, that is what links are for.
+                (os.rename if _WINDOWS else os.link)(temporary, final)
             except FileExistsError:
                 return False
             except OSError as error:
@@ -104,7 +129,9 @@ class Folder:
         # and have the same pids.
         temporary = final.with_name(f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         # Not mkstemp, whose files only their owner may read: the mode stays with the file under its final name.
-        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)  # else Windows changes line ends
+        handle = os.open(temporary, flags, 0o666)
+        closed = False
         try:
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # the lock only tells ``sweep`` that the writer lives
@@ -112,12 +139,16 @@ class Folder:
             try:
                 direct_io.write(handle, chunks)
                 os.fsync(handle)  # before it gets its name: a power cut could else leave the name without the bytes
+                if _WINDOWS:  # where an open file can be neither renamed nor deleted
+                    closed = True
+                    os.close(handle)
             except OSError as error:
                 error.filename = os.fspath(final)  # the system knows only the handle
                 raise
             yield temporary  # the handle stays open, and locked, until the file has its name
         finally:
-            os.close(handle)
+            if not closed:
+                os.close(handle)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         _sync_folder(final.parent)
@@ -136,20 +167,27 @@ class Folder:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         with open(self.root / name, "rb", buffering=0) as file:
-            if end is None:
-                end = os.fstat(file.fileno()).st_size
-            return os.pread(file.fileno(), end - start, start)
+            left = (os.fstat(file.fileno()).st_size if end is None else end) - start
+            file.seek(start)
+            parts = []
+            # One read gives 2 GiB at most, and may give less.
+            while left > 0 and (part := file.read(min(left, _MOST_BYTES))):
+                parts.append(part)
+                left -= len(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.root / name)
 
-    def sizes(self, folder: str) -> dict[str, int]:
-        try:
-            with os.scandir(self.root / folder) as entries:
-                return {f"{folder}/{e.name}": e.stat().st_size for e in entries if not e.name.startswith(".")}
-        except FileNotFoundError:
-            return {}
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
+        found = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+            for e in entries:
+                if e.name.startswith(prefix) and not e.name.startswith("."):
+                    with contextlib.suppress(FileNotFoundError):  # deleted since: others are at work, too
+                        found[_joined(folder, e.name)] = e.stat().st_size
+        return found
 
     def free(self) -> int | None:
         # The store may not be there yet: the nearest folder above it is on the same disk.
@@ -158,6 +196,10 @@ class Folder:
 
     def warm(self, folder: str) -> None:
         direct_io.warm({self.root / name: size for name, size in self.sizes(folder).items()})
+
+
+def _joined(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
 
 
 def _make_folder(folder: Path) -> None:
@@ -169,6 +211,8 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
+    if _WINDOWS:  # which opens no folders, and has nothing to sync in them
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -219,14 +263,25 @@ class Bucket:
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(f"{self.url}/{name}")
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def sizes(self, folder: str, prefix: str = "") -> dict[str, int]:
         # fsspec remembers listings: shards of other writers would never show.
         self.fs.invalidate_cache()
+        where = f"{self.url}/{folder}".rstrip("/")
         try:
-            found = self.fs.ls(f"{self.url}/{folder}", detail=True)
+            if prefix and self.lists_parts:
+                found = self.fs.find(where, detail=True, prefix=prefix).values()
+            else:
+                found = self.fs.ls(where, detail=True)
         except FileNotFoundError:
             return {}
-        return {f"{folder}/{e['name'].rsplit('/', 1)[-1]}": int(e["size"]) for e in found if e["type"] == "file"}
+        names = {e["name"].rsplit("/", 1)[-1]: int(e["size"]) for e in found if e["type"] == "file"}
+        return {_joined(folder, name): size for name, size in names.items() if name.startswith(prefix)}
+
+    @property
+    def lists_parts(self) -> bool:
+        # Those that hold objects can (S3, GCS, Azure); others would hand the word on to a listing that knows it not.
+        find = getattr(self.fs, "_find", self.fs.find)
+        return "prefix" in inspect.signature(find).parameters
 
     def free(self) -> int | None:
         return None

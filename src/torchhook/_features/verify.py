@@ -6,10 +6,12 @@ import dataclasses
 import os
 from typing import NamedTuple
 
-from torchhook._features import manifest, shards
+from torchhook._features import index, manifest, shards
+from torchhook._features.index import Entry
 from torchhook._features.manifest import Manifest
 from torchhook._features.store import Store
 from torchhook._recording.tables import size
+from torchhook._recording.tensor_file import DTYPES
 from torchhook.errors import BrokenShardError
 
 
@@ -18,7 +20,7 @@ class Problem(NamedTuple):
 
     shard: int
     kind: str
-    """``missing``, ``truncated``, ``altered`` or ``foreign`` (a good shard of some other store)."""
+    """``missing``, ``truncated``, ``altered`` or ``foreign`` (a good shard of some other store, run or place)."""
     detail: str
 
 
@@ -42,8 +44,7 @@ class Report:
         """Delete the broken shards, so that the same extract call does them again; returns their numbers."""
         # Of a missing one there is no file to delete.
         broken = [problem.shard for problem in self.problems if problem.kind != "missing"]
-        for shard in broken:
-            Store(self.path).storage.remove(shards.name_of(shard))
+        Store(self.path).discard(broken)
         return broken
 
     def __str__(self) -> str:
@@ -70,15 +71,18 @@ def verify(path: str | os.PathLike[str]) -> Report:
     there = store.sizes()
     # A stream that has not ended promises no number of shards: only gaps between them can be seen.
     expected = found.shards if found.shards is not None else max(there, default=-1) + 1
+    known = store.contents(found).known
     problems = []
     for shard in sorted({*range(expected), *there}):
-        problem = _problem(store, found, shard, there.get(shard), expected)
+        problem = _problem(store, found, shard, there.get(shard), expected, known.get(shard))
         if problem is not None:
             problems.append(problem)
     return Report(os.fspath(path), expected, sum(there.values()), tuple(problems))
 
 
-def _problem(store: Store, found: Manifest, shard: int, nbytes: int | None, expected: int) -> Problem | None:
+def _problem(
+    store: Store, found: Manifest, shard: int, nbytes: int | None, expected: int, known: Entry | None
+) -> Problem | None:
     name = shards.name_of(shard)
     if nbytes is None:
         return Problem(shard, "missing", f"{name} is not there.")
@@ -87,15 +91,26 @@ def _problem(store: Store, found: Manifest, shard: int, nbytes: int | None, expe
     except BrokenShardError as error:
         text = str(error)
         return Problem(shard, "truncated" if "truncated" in text else "altered", text)
-    first, last = found.span(shard)
-    told = (header.metadata.get("shard"), header.metadata.get("rows"))
     # Killed after its last shard and before the manifest learned of the end, a stream leaves a short one.
     partial = found.rows is None and shard == expected - 1
-    if shard >= expected or told[0] != str(shard) or (told[1] != str(last - first) and not partial):
-        return Problem(shard, "foreign", f"{name} says that it is shard {told[0]} with {told[1]} rows.")
-    # A checksum only says that a shard is whole; a whole one may have been copied here from another store.
+    why = _strange(found, shard, header, shard >= expected, partial)
+    if why is None and known is not None and known.crc32 != header.crc32:
+        why = f"has the checksum {header.crc32}, and {index.NAME} has {known.crc32}."
+    return None if why is None else Problem(shard, "foreign", f"{name} {why}")
+
+
+# A checksum only says that a shard is whole; a whole one may have been copied here from another store.
+def _strange(found: Manifest, shard: int, header: shards.Header, beyond: bool, partial: bool) -> str | None:
+    """Why a shard does not belong where it is, if it does not."""
+    other_run = found.strangeness(header.metadata)
+    if other_run is not None:
+        return f"is {other_run}."
+    first, last = found.span(shard)
+    told = (header.metadata.get("shard"), header.metadata.get("rows"))
+    if beyond or told[0] != str(shard) or (told[1] != str(last - first) and not partial):
+        return f"says that it is shard {told[0]} with {told[1]} rows."
     for spec in found.columns:
         entry = header.entries.get(spec.name)
-        if entry is None or tuple(entry["shape"][1:]) != spec.shape:
-            return Problem(shard, "foreign", f"{name} does not hold {spec}.")
+        if entry is None or tuple(entry["shape"][1:]) != spec.shape or entry["dtype"] != DTYPES[spec.dtype]:
+            return f"does not hold {spec}."
     return None

@@ -22,6 +22,16 @@ _PACKED = frozenset(dtype for name, dtype in _DTYPES.items() if re.fullmatch(r"b
 _FLOAT8 = frozenset(dtype for name, dtype in _DTYPES.items() if name.startswith("float8"))
 # Numbers that single precision has no room for.
 _WIDE = frozenset({torch.float64, torch.int32, torch.int64, torch.uint32, torch.uint64})
+SATURATES = torch.float8_e4m3fn
+"""It has no infinity: a cast to it gives the largest number instead."""
+_MOST = 464.0  # rounds to that number, 448; anything larger would have been infinity
+
+
+def in_range(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value, for a cast to ``dtype``: with NaN where that would silently give another number."""
+    if dtype != SATURATES or value.dtype == dtype or not value.is_floating_point():
+        return value
+    return torch.where(value.abs() > _MOST, math.nan, value)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

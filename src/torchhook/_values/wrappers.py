@@ -28,7 +28,7 @@ def is_fake(tensor: Tensor) -> bool:
 def faked_like(tensor: Tensor, other: Tensor) -> Tensor:
     """The tensor as one without numbers where ``other`` is one: fake tensors take no others beside them."""
     mode = getattr(other, "fake_mode", None)
-    if mode is None or is_fake(tensor):
+    if mode is None or is_fake(tensor) or torch.compiler.is_compiling():  # who traces lifts constants
         return tensor
     found: Tensor = mode.from_tensor(tensor)
     return found

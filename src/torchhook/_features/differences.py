@@ -1,0 +1,100 @@
+"""What differs between two runs, as sentences: the fields of their manifests, and the facts about code and data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+CHANGES = "(changes as it runs)"
+"""Stands for a value that the model or a function changes itself: a counter, a cache. It cannot be compared."""
+_DIGEST = re.compile(r"\b[0-9a-f]{12}\b")
+_SPANS = {
+    "rows": "{} of the data {} read otherwise",
+    "contents": "{} of the data {} not the same",
+    "files": "{} of the data {} files of other names or contents",
+    "ids": "the ids of {} {} others",
+    "labels": "the labels of {} {} others",
+    "lengths": "the lengths of {} {} others",
+}
+_VERBS = {"rows": ("is", "are"), "contents": ("is", "are"), "files": ("has", "have")}
+
+
+def texts(word: str, mine: Any, theirs: Any, same_python: bool = True) -> Iterator[str]:
+    """The difference of two values, if they are not the same."""
+    one, other = (value if same_python else without_digests(value) for value in (mine, theirs))
+    if one != other:
+        yield f"{word}: the store has {_short(theirs)}, this run {_short(mine)}"
+
+
+def code(mine: Mapping[str, str], theirs: Mapping[str, str], same_python: bool) -> Iterator[str]:
+    """Differences in what was read of the code: classes, attributes, values that functions use."""
+    for name in sorted({*mine, *theirs}):
+        one, other = mine.get(name, "(none)"), theirs.get(name, "(none)")
+        # Libraries leave private marks on modules, as on those that were loaded rather than made.
+        marked = "(none)" in (one, other) and name.rpartition(".")[2].startswith("_")
+        if CHANGES in (one, other) or marked:
+            continue
+        yield from texts(f"code of {name}", one, other, same_python)
+
+
+def data(mine: Mapping[str, Any], theirs: Mapping[str, Any], accepted: Mapping[str, Any]) -> Iterator[str]:
+    """Differences in what was read of the data; what only one of them could tell is not compared.
+
+    ``accepted`` are spans that were repaired since the store was begun.
+    """
+    # A row that is another one each time it is read says nothing.
+    repeats = mine.get("repeats", True) and theirs.get("repeats", True)
+    for name in mine:
+        if name not in theirs or name == "repeats" or (name == "rows" and not repeats):
+            continue
+        one, other = mine[name], theirs[name]
+        if name not in _SPANS or not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+            yield from texts(f"data, {name}", one, other)
+        else:
+            known = accepted.get(name, {})
+            if found := [span for span in _differing(one, other) if one[span] != known.get(span)]:
+                yield f"data: {_spans(name, found)}"
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    # None stands for a row that could not be read: it may be there again.
+    return [span for span in one if None not in (one[span], other.get(span)) and one[span] != other[span]]
+
+
+def repaired(mine: Mapping[str, Any], theirs: Mapping[str, Any], rows: Collection[int]) -> dict[str, dict[str, Any]]:
+    """Spans that are not what they were, and have rows which are done again: as they are now."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("files", "contents", "rows"):
+        one, other = mine.get(name), theirs.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            spans = [span for span in _differing(one, other) if _holds(span, rows)]
+            found |= {name: {span: one[span] for span in spans}} if spans else {}
+    return found
+
+
+def _holds(span: str, rows: Collection[int]) -> bool:
+    first, _, last = span.partition("-")
+    return any(int(first) <= row <= int(last or first) for row in rows)
+
+
+def _spans(name: str, found: list[str]) -> str:
+    rows = [span.replace("-", " to ") for span in found]
+    listed = ", ".join(rows[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+    single = len(found) == 1 and "-" not in found[0]
+    verb = _VERBS.get(name, ("are", "are"))[not single]
+    return _SPANS[name].format(f"row {listed}" if single else f"rows {listed}", verb)
+
+
+def without_digests(value: Any) -> Any:
+    """A text without the digests of code in it: those of another version of Python say nothing.
+
+    >>> without_digests("scale 0123456789ab [by=2]")
+    'scale … [by=2]'
+    """
+    return _DIGEST.sub("…", value) if isinstance(value, str) else value
+
+
+def _short(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+    return text if len(text) <= 300 else text[:297] + "…"
