@@ -84,9 +84,7 @@ def test_a_segment_that_is_no_longer_known_is_refused(monkeypatch: pytest.Monkey
     with th.edit(model, {"layer": edits.scale(3.0)}):
         losses = [model(leaf()) for _ in range(5)]
         losses[-1].backward()
-        with pytest.raises(
-            SessionError, match=r"^more than 3 checkpointed segments ran before .* Run backward"
-        ):
+        with pytest.raises(SessionError, match=r"^more than 3 checkpointed segments ran before .* Run backward"):
             losses[0].backward()
 
 
