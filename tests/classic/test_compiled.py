@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from tests.oracle import hooks_on, in_threads, stance, warned
 from torchhook._core.hooks import eager_stance
 from torchhook.errors import CompiledWarning, NeverRanError, SessionError
@@ -81,8 +82,8 @@ def test_a_session_inside_compiled_code_is_refused_in_one_sentence(net: Net, wha
 @pytest.mark.parametrize("what", INSIDE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_whole_graph_is_refused_with_the_same_sentence_inside(net: Net, what: str) -> None:
-    if what == "capture made before":
-        pytest.skip("torch does not look into a session that it did not see being made")
+    if what == "capture made before" or (what == "VerboseExecution" and TORCH < (2, 7)):
+        pytest.skip("torch stops at another line of the session before it comes to that one")
     with pytest.raises(Exception, match="attach=True"):
         torch.compile(INSIDE[what](net), backend="eager", fullgraph=True)(X)  # type: ignore[call-overload]
 

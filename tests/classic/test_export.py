@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from torchhook import edits, transforms
 from torchhook.errors import MissingExtraError, NeverRanWarning
 
@@ -160,7 +161,7 @@ def test_values_of_calls_with_keywords_are_plain_too(net: Net) -> None:
             return self.net(x, scale=x[:1])
 
     hooked = th.FeatureExtractor(Calls(), ["net:input"], attach=True)
-    program = torch.export.export(hooked, (X,))
+    program = torch.export.export(hooked, (X,), strict=False)
     assert program.module()(X)["net:input"].keys() == {"args", "kwargs"}
     close(program.module()(X)["net:input"]["kwargs"]["scale"], X[:1])
 
@@ -169,9 +170,11 @@ def test_values_of_calls_with_keywords_are_plain_too(net: Net) -> None:
 
 
 BATCH = Dim("batch", min=2, max=64)
+named = pytest.mark.skipif(TORCH < (2, 9), reason="this version's export calls no forward with other names")
 
 
 @pytest.mark.shows("Exported: dynamic shapes")
+@named
 @pytest.mark.parametrize("shapes", [({0: BATCH},), {"x": {0: BATCH}}], ids=["by place", "by name"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_dynamic_shapes_are_named_as_the_models_own_arguments(net: Net, shapes: Any, strict: bool) -> None:
@@ -183,6 +186,7 @@ def test_dynamic_shapes_are_named_as_the_models_own_arguments(net: Net, shapes: 
     close(output, net(x))
 
 
+@named
 def test_dynamic_shapes_of_keyword_arguments(net: Net) -> None:
     hooked = th.FeatureLayers(net, ["block.fc"], attach=True)
     shapes = {"x": {0: BATCH}, "scale": None}
@@ -199,7 +203,9 @@ def test_a_wrapper_and_a_users_own_forward(net: Net) -> None:
             return features["block.fc"] * 2
 
     close(Mine(net, ["block.fc"], attach=True)(X), bare(net, X)["block.fc"] * 2)
-    program = torch.export.export(Mine(net, ["block.fc"], attach=True), (X,), dynamic_shapes=({0: BATCH},))
+    program = torch.export.export(
+        Mine(net, ["block.fc"], attach=True), (X,), dynamic_shapes=({0: BATCH},), strict=False
+    )
     close(program.module()(X), bare(net, X)["block.fc"] * 2)
 
 

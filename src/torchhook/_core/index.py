@@ -10,16 +10,14 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from torchhook import _torch_compiler
-
 
 class Index:
     """The names of a model: modules by path, parameters and buffers by path."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
-        self._root = model
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
+        self.given = model
         self.modules = dict(walk(model))
         self._model = model
 
@@ -33,10 +31,6 @@ class Index:
             for name, tensor in own.items()
             if tensor is not None
         }
-
-    def is_compiled(self) -> bool:
-        """Whether the model or a part of it was compiled."""
-        return any(_torch_compiler.is_compiled(module) for module in self._root.modules())
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 

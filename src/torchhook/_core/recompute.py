@@ -39,6 +39,11 @@ class Segments:
         for segment in _torch.segments()[1]:
             self._note(segment, call)
 
+    @property
+    def noted(self) -> bool:
+        """Whether any call was in a segment, and may run again."""
+        return bool(self._calls)
+
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
         return bool(self._calls) and getattr(_torch.segments()[0], _MARK, None) in self._calls

@@ -173,6 +173,11 @@ class Session:
         """The sites that are edited, looked at or recorded."""
         return list(self._taps.targets)
 
+    @property
+    def edited_in_segments(self) -> list[Site]:
+        """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
+        return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
+
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
         self._given_as = what
@@ -198,7 +203,7 @@ class Session:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
         self._given_as = ""  # one that is refused was not forgotten
         hooks.refuse_compiled_code()
-        hooks.eager_stance.say_once(self.index.is_compiled)
+        hooks.eager_stance.say_once(self.index.given)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchhook._core.hooks import after_call, before_call
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._torch import graph_task
-from torchhook._values import tree
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -206,25 +204,6 @@ class InputTap(Tap):
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return before_call(module, self, with_kwargs=True)
-
-
-class StaticTap(Tap):
-    """A forward hook that the compiler can follow: it only puts clones into a list.
-
-    The compiler drops a clone where nothing overwrites the value.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, label: str, values: list[Any]) -> None:
-        super().__init__(label)
-        self.values = values
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.values.append(output.clone() if isinstance(output, Tensor) else tree.map_tensors(torch.clone, output))
-
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return after_call(module, self)
 
 
 class EnterTap(Tap):
