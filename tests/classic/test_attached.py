@@ -124,6 +124,7 @@ def same(one: Any, other: Any) -> bool:
 SITES = ["block.fc", "block.act:input", "block.halves", "block:input", "block/gelu", "block/gelu:input", "block/add_"]
 
 
+@pytest.mark.shows("Compiled: outputs, inputs and operations with attach=True, also exported")
 @ways
 @pytest.mark.parametrize("site", [*SITES, "block/sub"])
 def test_an_attached_site_is_what_bare_hooks_see(model: Model, site: str, way: Any) -> None:
@@ -147,6 +148,7 @@ EDITS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@pytest.mark.shows("Compiled: edits with attach=True, also exported")
 @patient_ways
 @pytest.mark.parametrize("name", EDITS)
 def test_an_attached_edit_changes_what_the_model_computes(model: Model, name: str, way: Any) -> None:
@@ -177,6 +179,7 @@ def test_strict_export_hears_no_operators_and_says_so(model: Model) -> None:
         torch.export.export(hooked, (X,), strict=True)
 
 
+@pytest.mark.shows("Compiled: transforms with attach=True, also exported")
 @patient_ways
 @pytest.mark.parametrize(
     ("transform", "expected"),

@@ -103,6 +103,7 @@ def tiny_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 32, (1, 6))}
 
 
+@pytest.mark.shows("Exported: programs load where TorchHook is not installed")
 @pytest.mark.slow
 def test_programs_load_and_run_in_a_process_without_torchhook(net: Net, tmp_path: Path) -> None:
     whole, added = (bare(net, X), net(X)), {"block.fc": edits.add(torch.ones(4))}
@@ -140,6 +141,7 @@ def test_programs_load_and_run_in_a_process_without_torchhook(net: Net, tmp_path
         close(found[name], expected)
 
 
+@pytest.mark.shows("Exported: caches left out of the outputs")
 def test_caches_are_left_out_on_request() -> None:
     model, x = tiny_gpt()
     assert "past_key_values" in th.FeatureLayers(model, ["transformer.h.0"], attach=True)(**x)[1]
@@ -171,6 +173,7 @@ BATCH = Dim("batch", min=2, max=64)
 named = pytest.mark.skipif(TORCH < (2, 9), reason="this version's export calls no forward with other names")
 
 
+@pytest.mark.shows("Exported: dynamic shapes")
 @named
 @pytest.mark.parametrize("shapes", [({0: BATCH},), {"x": {0: BATCH}}], ids=["by place", "by name"])
 @pytest.mark.parametrize("strict", [False, True])
@@ -214,6 +217,7 @@ needs_onnx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.shows("Exported: ONNX, with the names of the sites")
 @needs_onnx
 @pytest.mark.slow
 def test_onnx_outputs_are_called_as_the_sites_and_onnx_runtime_agrees(net: Net, tmp_path: Path) -> None:
@@ -254,6 +258,7 @@ def test_without_onnxscript_the_package_is_named(net: Net, monkeypatch: pytest.M
 # -- captures on programs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Exported: captures on a loaded program, by torch.export.unflatten")
 def test_captures_on_a_loaded_program_are_explained_and_work_unflattened(net: Net, tmp_path: Path) -> None:
     torch.export.save(torch.export.export(net, (X,)), tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")

@@ -276,6 +276,7 @@ def test_a_copy_of_an_attached_wrapper_has_hooks_of_its_own(net: Net, x: Tensor,
     assert torch.equal(again(x)["fc1"], wanted["fc1"])
 
 
+@pytest.mark.shows("Compiled: FeatureLayers(attach=True) under torch.compile(fullgraph=True) and torch.export")
 @pytest.mark.parametrize("duplicate", [lambda f: f, copy.deepcopy])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making

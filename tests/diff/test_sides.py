@@ -146,6 +146,7 @@ def saved(program: Any, path: Path) -> Path:
     return path
 
 
+@pytest.mark.shows("Exported: diff with a .pt2")
 def test_a_program_is_compared_layer_by_layer(tmp_path: Path) -> None:
     model = net()
     program = exported(model, image())
@@ -201,6 +202,7 @@ def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
 # -- other frameworks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Exported: diff with ONNX Runtime")
 def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     pytest.importorskip("onnxscript", reason="torch's ONNX exporter needs onnxscript")
@@ -216,6 +218,7 @@ def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) ->
     assert not diff(model, values, image(), names={"(model)": "logits"}).ok
 
 
+@pytest.mark.shows("Data: diff with JAX")
 def test_jax_agrees_with_a_layer_worked_out_there() -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     model = two_layers()

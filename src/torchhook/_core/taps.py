@@ -57,7 +57,19 @@ listening: set[Any] = set()
 class Tap:
     """What passes one site: counted, edited, looked at."""
 
-    __slots__ = ("_segments", "aliases", "calls", "edits", "elsewhere", "label", "looks", "ran", "recomputed", "scope")
+    __slots__ = (
+        "_made_in",
+        "_segments",
+        "aliases",
+        "calls",
+        "edits",
+        "elsewhere",
+        "label",
+        "looks",
+        "ran",
+        "recomputed",
+        "scope",
+    )
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
@@ -71,6 +83,7 @@ class Tap:
         self.elsewhere = 0
         self.recomputed = 0
         self._segments: Segments | None = None
+        self._made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
 
     @property
     def segments(self) -> Segments:
@@ -114,16 +127,18 @@ class Tap:
             return self._take(value, source)
 
     def _take(self, value: Any, source: Any) -> Any:
-        again = self.recomputing
+        again, changes = self.recomputing, bool(self.edits or self.aliases)
+        if changes and graph_task() not in (-1, self._made_in) and self.segments.is_older():
+            return value
         if again:
             self.recomputed += 1
-            if not self.edits and not self.aliases:
+            if not changes:
                 return value  # looks have seen it before
             call = self.segments.call_again(self.ran)
         else:
             call = next(self.calls)
             self.ran = call + 1
-            if self.edits or self.aliases:
+            if changes:
                 self.segments.note(call)
         for edit in self.edits:
             value = edit(value, call)
