@@ -167,6 +167,7 @@ def test_two_tools_go_side_by_side(events: Any, caplog: pytest.LogCaptureFixture
     assert "already one" not in caplog.text
 
 
+@pytest.mark.shows("Training stacks: guard")
 def test_a_guard_stops_the_training_at_the_layer(events: Any) -> None:
     net = model()
     with torch.no_grad():
@@ -224,6 +225,7 @@ def test_without_a_trainer_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) 
 # -- the trainers themselves -----------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Training stacks: the Trainer of Hugging Face")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_trainer_of_hugging_face(accumulate: int, tmp_path: Path) -> None:
@@ -309,6 +311,7 @@ def lightning_trainer(callbacks: list[Any], **options: Any) -> Any:
     )
 
 
+@pytest.mark.shows("Training stacks: Lightning")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("accumulate", "validate"), [(1, 1), (2, 1), (4, 3), (2, 8)])
 def test_the_trainer_of_lightning(accumulate: int, validate: int) -> None:

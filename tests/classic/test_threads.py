@@ -60,6 +60,7 @@ def counted(net: Net, call: Callable[[Tensor], tuple[Tensor, Tensor]], calls: in
     return sum(in_threads(*[lambda seed=seed: work(seed) for seed in range(WORKERS)]), Counter())
 
 
+@pytest.mark.shows("Threads: one attached extractor")
 def test_one_attached_extractor_serves_many_threads(net: Net) -> None:
     extractor = th.FeatureExtractor(net, ["a", "b"], attach=True)
 
@@ -70,6 +71,7 @@ def test_one_attached_extractor_serves_many_threads(net: Net) -> None:
     assert counted(net, call) == {"right": WORKERS * CALLS}
 
 
+@pytest.mark.shows("Threads: sessions of their own")
 @pytest.mark.slow
 def test_own_sessions_serve_many_threads(net: Net) -> None:
     def call(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,6 +83,7 @@ def test_own_sessions_serve_many_threads(net: Net) -> None:
     assert clean(net)
 
 
+@pytest.mark.shows("Threads: one compiled extractor")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
 @pytest.mark.parametrize("broken", [False, True])

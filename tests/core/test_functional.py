@@ -695,6 +695,7 @@ def test_a_dropped_session_leaves_no_mode_and_no_hook() -> None:
     assert not _get_current_function_mode_stack()
 
 
+@pytest.mark.shows("Threads: operations")
 def test_threads_on_one_model_do_not_mix() -> None:
     model, found = Family(), {}
 
@@ -722,6 +723,7 @@ def test_calls_from_other_threads_are_not_recorded() -> None:
     assert len(rec.all("/add")) == 1
 
 
+@pytest.mark.shows("Checkpointing: operations")
 def test_operations_of_a_checkpointed_module_are_recorded_once() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -758,6 +760,7 @@ def test_an_operation_of_a_checkpointed_function_is_captured_and_not_edited() ->
             th.run(model, leaf, edit={site: lambda value: value})
 
 
+@pytest.mark.shows("Gradient modes: operations")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_operations_in_every_gradient_mode(mode: Any) -> None:
     model = Block()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.diff.nets import Net, image, net
+from tests.oracle import run_with_jax
 from torchhook._capture import capture
 from torchhook._diff.api import diff
 from torchhook._diff.sides import runnable
@@ -146,6 +147,7 @@ def saved(program: Any, path: Path) -> Path:
     return path
 
 
+@pytest.mark.shows("Exported: diff with a .pt2")
 def test_a_program_is_compared_layer_by_layer(tmp_path: Path) -> None:
     model = net()
     program = exported(model, image())
@@ -201,6 +203,7 @@ def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
 # -- other frameworks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Exported: diff with ONNX Runtime")
 def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     pytest.importorskip("onnxscript", reason="torch's ONNX exporter needs onnxscript")
@@ -216,12 +219,15 @@ def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) ->
     assert not diff(model, values, image(), names={"(model)": "logits"}).ok
 
 
+@pytest.mark.shows("Data: diff with JAX")
 def test_jax_agrees_with_a_layer_worked_out_there() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    model = two_layers()
-    hidden = jax.numpy.array(X.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
-    assert diff(model, {"0": hidden}, X).ok
-    assert not diff(model, {"0": hidden + 1}, X).ok
+    run_with_jax("""
+        import jax, torch, torchhook as th
+        model, x = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.ReLU()), torch.randn(2, 3)
+        hidden = jax.numpy.array(x.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
+        assert th.diff(model, {"0": hidden}, x).ok
+        assert not th.diff(model, {"0": hidden + 1}, x).ok
+    """)
 
 
 def test_a_models_process_is_left_as_it_was_beside_arrays() -> None:

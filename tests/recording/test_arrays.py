@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 
+from tests.oracle import run_with_jax
 from torchhook._recording import arrays
 from torchhook._recording.records import Recording
 from torchhook.errors import MissingRecordError, RecordingFileError
@@ -78,11 +79,14 @@ def test_arrays_of_other_libraries_come_by_their_protocols() -> None:
 
 
 def test_jax_arrays_keep_bfloat16() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    found = arrays.recording({"x": jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16)})["x"]
-    assert (found.dtype, found.tolist()) == (torch.bfloat16, [1.0, 2.5])
-    bits = np.asarray(jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16))
-    assert arrays.recording({"x": bits})["x"].tolist() == [1.0, 2.5]
+    run_with_jax("""
+        import jax, numpy, torch
+        from torchhook._recording import arrays
+        given = jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16)
+        found = arrays.recording({"x": given})["x"]
+        assert (found.dtype, found.tolist()) == (torch.bfloat16, [1.0, 2.5])
+        assert arrays.recording({"x": numpy.asarray(given)})["x"].tolist() == [1.0, 2.5]
+    """)
 
 
 def test_nested_values_keep_their_structure() -> None:

@@ -10,23 +10,21 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from torchhook import _torch_compiler
-
 
 class Index:
     """The names of a model: modules by path, parameters and buffers by path."""
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {described(model)}.")
+            raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
+        self.given = model
         self.root = unwrapped(model)
         """The model itself, without what wraps it."""
-        self._model = model
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Every module by path. Found when first asked for: a large model takes long, and an exact name needs none."""
-        return dict(walk(self._model))
+        return dict(walk(self.given))
 
     def find(self, path: str) -> nn.Module | None:
         """The module of an exact name, as the model is now; without going through the others."""
@@ -60,10 +58,6 @@ class Index:
             if tensor is not None
         }
 
-    def is_compiled(self) -> bool:
-        """Whether the model or a part of it was compiled."""
-        return any(_torch_compiler.is_compiled(module) for module in all_modules(self._model))
-
     def owned(self) -> Iterator[Tensor]:
         """What the model owns now, and outlives its forward pass: every parameter and buffer."""
         for module in all_modules(self.root):
@@ -81,7 +75,7 @@ class Index:
     @functools.cached_property
     def wrappers(self) -> list[nn.Module]:
         """What DDP, FSDP and their like put around modules."""
-        return [module for module in all_modules(self._model) if id(module) not in self.distinct]
+        return [module for module in all_modules(self.given) if id(module) not in self.distinct]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:

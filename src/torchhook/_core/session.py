@@ -30,7 +30,7 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
+from torchhook.errors import NeverRanWarning, RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -166,6 +166,11 @@ class Session:
         """The sites that are edited, looked at or recorded."""
         return list(self._taps.targets)
 
+    @property
+    def edited_in_segments(self) -> list[Site]:
+        """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
+        return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
+
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
         self._given_as = what
@@ -191,7 +196,7 @@ class Session:
             raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
         self._given_as = ""  # one that is refused was not forgotten
         hooks.refuse_compiled_code()
-        hooks.eager_stance.say_once(self.index.is_compiled)
+        hooks.eager_stance.say_once(self.index.given)
         self._taps.complete()
         attachment, taps = Attachment(), self._taps
         # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
@@ -262,6 +267,13 @@ class Session:
         self._removal.detach()
         self.recording.finish()
         self._report(error)
+        if error is None and self._warn and (lost := self._taps.edits_to_come()):
+            warn(
+                f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
+                "which computes that part again, has not come. Without this session it is computed unedited, and its "
+                "gradients are wrong: call backward() inside the block.",
+                RecomputeWarning,
+            )
         missing, replaced = self.recording.missing, self.recording.replaced
         if error is None and self._warn and (only := [a for a in replaced if a not in missing]):
             lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
