@@ -30,7 +30,7 @@ class Units:
     def __init__(self, index: Index) -> None:
         self._homes = Homes(index)
         self._by_path: dict[str, tuple[Any, list[tuple[nn.Module, str]]]] = {}
-        for module in (*index.wrappers, *index.distinct.values()):
+        for module in (*index.wrappers, *index.distinct.values()) if self._homes else ():
             kept = shards(module)
             if kept:
                 path = index.names(unwrapped(module))[0]
