@@ -26,6 +26,7 @@ NeverOpenedWarning       (UserWarning)                 a session or tool was dro
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
 TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
+RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
@@ -62,6 +63,7 @@ __all__ = [
     "NeverRanWarning",
     "NoAttentionError",
     "PaddingWarning",
+    "RecomputeWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -190,6 +192,10 @@ class TrainingWarning(UserWarning):
 
 class TorchVersionWarning(UserWarning):
     """This version of torch is newer than any that TorchHook was tested with."""
+
+
+class RecomputeWarning(UserWarning):
+    """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
 
 
 class CompiledWarning(UserWarning):

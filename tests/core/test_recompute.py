@@ -19,6 +19,7 @@ from torchhook._core import recompute
 from torchhook._core.recompute import Segments
 from torchhook._recording.address import Site
 from torchhook._torch import graph_task, in_bare_segment
+from torchhook.errors import RecomputeWarning
 from torchhook.types import Recording
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
@@ -319,3 +320,26 @@ def test_a_bare_segment_is_a_checkpointed_function_outside_of_the_modules_that_i
     checkpoint(function, leaf(), use_reentrant=False)
     found["outside"] = in_bare_segment()
     assert found == {"function": True, "module": False, "outside": False}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_edit_that_ends_before_a_checkpointed_part_is_recomputed_is_said(reentrant: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+
+    def run() -> Tensor:
+        out: Tensor = checkpoint(model, x, use_reentrant=reentrant)
+        return out
+
+    with pytest.warns(RecomputeWarning, match="'1': edited in a checkpointed part"):
+        with th.edit(model, {"1": edits.scale(0.5)}):
+            kept = run()
+    del kept
+    with th.edit(model, {"1": edits.scale(0.5)}):
+        run().sum().backward()  # in time
+    with th.edit(model, {"1": edits.scale(0.5)}):
+        run()  # nobody can ask for gradients any more
+    kept = []
+    with th.capture(model, "1"):
+        kept.append(run())  # nothing was edited
+    with torch.no_grad(), th.edit(model, {"1": edits.scale(0.5)}):
+        kept.append(run())

@@ -30,7 +30,7 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, SelectorError, SessionError, hint, never_opened, warn
+from torchhook.errors import NeverRanWarning, RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -275,6 +275,13 @@ class Session:
         self._removal.detach()
         self.recording.finish()
         self._report(error)
+        if error is None and self._warn and (lost := self._taps.edits_to_come()):
+            warn(
+                f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
+                "which computes that part again, has not come. Without this session it is computed unedited, and its "
+                "gradients are wrong: call backward() inside the block.",
+                RecomputeWarning,
+            )
         missing, replaced = self.recording.missing, self.recording.replaced
         if error is None and self._warn and (only := [a for a in replaced if a not in missing]):
             lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]

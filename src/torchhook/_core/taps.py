@@ -92,6 +92,11 @@ class Tap:
             self._segments = Segments()
         return self._segments
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call of this may still be recomputed."""
+        return self._segments is not None and self._segments.is_waiting()
+
     # A copied or unpickled model must not write into the recording of the original, and must load
     # where torchhook is not installed: the copy of a tap is a do-nothing from the standard library.
 

@@ -54,6 +54,10 @@ class Taps:
         found = self._gradients.get(site.every_call) if self._gradients else None
         return tap if found is None else found[1]
 
+    def edits_to_come(self) -> list[str]:
+        """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
+        return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
+
     # -- making -------------------------------------------------------------------------------------
 
     def of(self, target: Target) -> Tap:
