@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchhook._values.wrappers import faked_like, plain
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 
 
 def is_distributed(tensor: Tensor) -> bool:
