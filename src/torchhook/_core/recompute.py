@@ -29,8 +29,8 @@ class Segments:
 
     def __init__(self) -> None:
         self._calls: dict[int, list[int]] = {}
-        self._waiting: dict[int, ref[Any]] = {}
         self._forgotten = -1
+        self._waiting: dict[int, ref[Any]] = {}
         self._again: tuple[int | None, int, int] = (None, -1, 0)
 
     def note(self, call: int) -> None:
@@ -48,7 +48,10 @@ class Segments:
 
     def is_waiting(self) -> bool:
         """Whether a segment that was noted may still be recomputed: its graph is alive, and its turn did not come."""
-        return any(segment() is not None for segment in self._waiting.values())
+        alive = [segment for segment in (waiting() for waiting in self._waiting.values()) if segment is not None]
+        # One that still runs has opened the session itself, and will do so again.
+        running = set(map(id, _torch.segments()[1])) if alive else ()
+        return any(id(segment) not in running for segment in alive)
 
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
