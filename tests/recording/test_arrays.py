@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,12 @@ def test_files_that_cannot_be_read_are_named_with_the_reason(tmp_path: Path) -> 
     for name in ("none.npz", "none.safetensors"):
         with pytest.raises(FileNotFoundError, match="none"):
             arrays.read(tmp_path / name)
+
+
+def test_what_is_no_archive_of_arrays_says_so(tmp_path: Path) -> None:
+    one = io.BytesIO()
+    np.save(one, np.ones(2))
+    for content in (b"", b"text", b"PK\x03\x04 cut", one.getvalue()):
+        (tmp_path / "a.npz").write_bytes(content)
+        with pytest.raises(RecordingFileError, match=r"a\.npz is no npz file"):
+            arrays.read(tmp_path / "a.npz")

@@ -19,7 +19,7 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.lost_gradients import Units
+from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
@@ -122,13 +122,13 @@ class Session:
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
         targets = list(targets)
-        waiting = {target.site for target in targets}
+        waiting, check = {target.site for target in targets}, early_end(self.index)
         for target in targets:
             if target.site.port.startswith("grad"):
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
-            self.look(target, _stopper(self.scope, waiting, target.site))
+            self.look(target, _stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every functional operation inside the modules."""
@@ -365,10 +365,12 @@ def _editor(site: Site, edit: edits.Edit) -> Edit:
     return change
 
 
-def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
+def _stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
     def stop(value: Any, call: int) -> None:
         waiting.discard(site)
         if not waiting:
+            if any(keep.mode in ("live", "reference") for keep in keeps):
+                check()
             scope.stopped_at = str(site)
             raise Stop(scope)
 
