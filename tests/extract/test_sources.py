@@ -223,3 +223,20 @@ def test_rows_are_those_that_the_loader_gives_whatever_it_derives_from(tmp_path,
 def test_a_loader_of_ones_own_that_shuffles_is_refused(tmp_path):
     with pytest.raises(ExtractError, match="another order each time"):
         E(same(), Doubling(TensorDataset(X), 8, shuffle=True), "0", tmp_path)
+
+
+def test_parts_of_a_batch_that_nobody_gets_are_told(tmp_path):
+    ids = torch.randint(1, 9, (8, 3), generator=torch.Generator().manual_seed(0))
+    mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+
+    class Words(nn.Module):
+        def forward(self, input_ids, attention_mask=None, token_type_ids=None):
+            return input_ids.float()
+
+    with pytest.warns(DataWarning, match=r"4 parts.*: 2 and 3 reach neither.*input_fn="):
+        E(Words(), TensorDataset(ids, mask, types, torch.arange(8)), "(model)", tmp_path / "a")
+    with pytest.warns(DataWarning, match=r"3 parts.*: 1 and 2 reach neither.*labels="):
+        E(same(), TensorDataset(X, torch.arange(40), torch.arange(40)), "0", tmp_path / "b")
+    E(same(), TensorDataset(X, torch.arange(40), torch.arange(40)), "0", tmp_path / "c", labels=1, ids=2)
+    E(Words(), TensorDataset(ids, mask, torch.arange(8)), "(model)", tmp_path / "d")
+    E(same(), TensorDataset(X, X), "0", tmp_path / "e")  # an input and its target
