@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests import cpu_isa
+from tests.compatibility import pytest_addoption, pytest_configure  # noqa: F401  (hooks are found by their names)
 
 # Before torch is imported. The workers of pytest-xdist inherit what the first process found.
 SURVIVES_BY = {} if "PYTEST_XDIST_WORKER" in os.environ else cpu_isa.needed(os.environ)

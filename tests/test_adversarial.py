@@ -143,6 +143,7 @@ def hooks_of(names: dict[str, nn.Module]) -> dict[tuple[str, str], Any]:
     }
 
 
+@pytest.mark.shows("Models: nasty small ones, captured")
 @pytest.mark.parametrize(("case", "mode"), [param(case, mode) for case in CASES.values() for mode in case.modes])
 def test_captured_is_what_a_bare_hook_saw_and_the_model_never_notices(case: Case, mode: str) -> None:
     with warned() as caught:
@@ -278,6 +279,7 @@ def test_a_long_chain_of_objects_does_not_end_the_forward_pass() -> None:
         assert model(value) is value
 
 
+@pytest.mark.shows("torch.func: captures under vmap")
 def test_what_was_captured_under_vmap_can_be_used_afterwards() -> None:
     model, x = nn.Linear(4, 4), torch.randn(3, 2, 4)
     for dim in (0, 1):

@@ -48,6 +48,7 @@ def test_a_causal_call(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     torch.testing.assert_close(th.attention(Fused(is_causal=True), qkv)[""], by_hand(qkv[0], qkv[1], bias))
 
 
+@pytest.mark.shows("Fused layers: attention maps of scaled_dot_product_attention")
 def test_masks_of_booleans_and_of_numbers(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     mask = torch.rand(6, 6) > 0.4
     mask[:, 0] = True
@@ -62,6 +63,7 @@ def test_a_scale_of_its_own_and_dropout_left_out(qkv: tuple[Tensor, Tensor, Tens
     torch.testing.assert_close(maps[""], (qkv[0] @ qkv[1].transpose(-1, -2) * 0.5).softmax(-1))
 
 
+@pytest.mark.shows("Fused layers: attention maps of scaled_dot_product_attention")
 def test_grouped_queries(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v = qkv[0], qkv[1][:, :2], qkv[2][:, :2]
     maps = th.attention(Fused(enable_gqa=True), (q, k, v))
@@ -77,6 +79,7 @@ def test_a_query_that_may_look_nowhere_gives_zeros_like_the_kernel(qkv: tuple[Te
     torch.testing.assert_close(maps[""] @ qkv[2], model(*qkv), equal_nan=False)
 
 
+@pytest.mark.shows("Fused layers: attention maps of scaled_dot_product_attention")
 @pytest.mark.parametrize(("bias", "diagonal"), [(causal_upper_left, 0), (causal_lower_right, 2)])
 def test_causal_biases_are_the_masks_that_they_stand_for(bias: Any, diagonal: int) -> None:
     torch.manual_seed(0)
@@ -167,6 +170,7 @@ def test_windows_of_a_real_model_are_the_same_fused_or_not() -> None:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.shows("Fused layers: attention maps of nn.MultiheadAttention")
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_multihead_attention_on_its_fast_path_and_off_it(fast: bool, batch_first: bool) -> None:

@@ -136,6 +136,16 @@ def test_numbers_are_the_trainers_own(events: Any) -> None:
     assert [snapshot.step for snapshot in w.history] == [104, 108]
 
 
+def test_a_training_after_one_that_failed_has_its_own_numbers(events: Any) -> None:
+    net = model()
+    w = watch(net)
+    callback = w.callback()
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    callback.on_step_begin(None, SimpleNamespace(global_step=50), None)  # and an error, of which nobody is told
+    train_by_events(net, [callback])
+    assert [snapshot.step for snapshot in w.history][-BATCHES:] == list(range(BATCHES))
+
+
 @pytest.mark.parametrize("steps", ["calls", "manual"])
 def test_a_watch_that_is_open_already_stays_open(events: Any, steps: Any) -> None:
     net = model()
@@ -167,6 +177,7 @@ def test_two_tools_go_side_by_side(events: Any, caplog: pytest.LogCaptureFixture
     assert "already one" not in caplog.text
 
 
+@pytest.mark.shows("Training stacks: guard")
 def test_a_guard_stops_the_training_at_the_layer(events: Any) -> None:
     net = model()
     with torch.no_grad():
@@ -224,6 +235,7 @@ def test_without_a_trainer_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) 
 # -- the trainers themselves -----------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Training stacks: the Trainer of Hugging Face")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_trainer_of_hugging_face(accumulate: int, tmp_path: Path) -> None:
@@ -309,6 +321,7 @@ def lightning_trainer(callbacks: list[Any], **options: Any) -> Any:
     )
 
 
+@pytest.mark.shows("Training stacks: Lightning")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("accumulate", "validate"), [(1, 1), (2, 1), (4, 3), (2, 8)])
 def test_the_trainer_of_lightning(accumulate: int, validate: int) -> None:

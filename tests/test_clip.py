@@ -79,6 +79,7 @@ def test_a_backward_pass_that_fails_does_not_end_the_clipping() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
 
 
+@pytest.mark.shows("Checkpointing: clipping of gradients")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_norm_is_limited_once_when_parts_are_computed_again(reentrant: bool) -> None:
     def run(model: nn.Sequential) -> None:

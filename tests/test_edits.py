@@ -732,6 +732,7 @@ def test_a_user_function_that_works_in_place_is_seen_and_kept_right() -> None:
     assert torch.equal(before["0"], X)
 
 
+@pytest.mark.shows("Threads: edits")
 def test_edits_of_two_threads_do_not_mix() -> None:
     model, wrong = chain(Pass(), Pass()), []
 
@@ -938,6 +939,7 @@ def test_a_steering_vector_can_be_trained() -> None:
     assert torch.equal(vector.grad, torch.full((3,), 4.0))
 
 
+@pytest.mark.shows("Precision: edits under autocast")
 def test_edits_under_autocast_meet_the_dtype_that_passes() -> None:
     model = chain(nn.Linear(3, 3), nn.Linear(3, 2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -961,6 +963,7 @@ class Checkpointed(nn.Module):
         return self.block(y) if self.reentrant is None else checkpoint(self.block, y, use_reentrant=self.reentrant)
 
 
+@pytest.mark.shows("Checkpointing: edits")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("site", ["block.0", "block.2:input", "block.1/tanh", "block.0#0", "block.3:grad"])
 def test_edits_are_made_again_when_a_checkpointed_block_is_recomputed(reentrant: bool, site: str) -> None:

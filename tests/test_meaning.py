@@ -50,6 +50,7 @@ def gradients(value: Any) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, part) for name, part in value.items() if isinstance(part, Tensor))
 
 
+@pytest.mark.shows("Models: gradients mean the same as edits")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchhook.errors.NeverRanWarning")
 @pytest.mark.parametrize("name", sorted(set(ZOO) - MANY_LAYERS - WITHOUT_GRADIENT - FUSED - NOT_DOUBLE))

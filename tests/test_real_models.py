@@ -173,10 +173,12 @@ def trio(request: pytest.FixtureRequest, case: Case) -> Trio:
     return Trio(*outcome, outputs(mine.watch), inputs(mine.watch))
 
 
+@pytest.mark.shows("Models: outputs of torchvision, timm and transformers")
 def test_every_output_is_what_a_bare_cloning_hook_saw(trio: Trio) -> None:
     assert_same(calls(trio.bare.watch.outputs), calls(trio.outputs), "outputs")
 
 
+@pytest.mark.shows("Models: inputs of torchvision, timm and transformers")
 def test_every_input_is_what_a_bare_cloning_pre_hook_saw(trio: Trio) -> None:
     assert_same(calls(trio.bare.watch.inputs), calls(trio.inputs), "inputs")
 
@@ -249,6 +251,7 @@ def trained(with_gradient: Case) -> Played:
     return play(case, watching=BareHooks if case.name in FUSED else nullcontext, backward=True)
 
 
+@pytest.mark.shows("Models: a training step of torchvision, timm and transformers")
 @pytest.mark.parametrize("keep", ["copy", "live"])
 def test_a_training_step_is_the_same_with_capture_on(with_gradient: Case, trained: Played, keep: str) -> None:
     mine = play(with_gradient, watching=lambda model: capturing(model, keep=keep), backward=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.bias
 from torch import nn
 
-from torchhook import _torch
+from torchhook import _torch, _torch_version
 
 RIGHT = "right"
 NAMES = {  # the name, what needs it, and what is said where it cannot be done without
@@ -43,6 +43,17 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
 }
 
 
+# What the oldest torch does not have yet: there, every other test shows what is done without it.
+LATER = {"torch._C._autograd._top_saved_tensors_default_hooks"}
+
+
+def is_there(path: str) -> bool:
+    owner: object = torch
+    for part in path.split(".")[1:]:
+        owner = getattr(owner, part, None)
+    return owner is not None
+
+
 def without(scenario: str, *names: str) -> str:
     command = [sys.executable, str(Path(__file__).with_name("vanished.py")), scenario, *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -54,15 +65,16 @@ def without(scenario: str, *names: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_private_name_the_answer_is_right_or_one_clear_error(name: str) -> None:
     scenario, expected = NAMES[name]
-    said = without(scenario, name)
+    said = without(scenario, *filter(is_there, [name]))
     assert said == RIGHT if expected == RIGHT else said.startswith("TorchVersionError") and expected in said, said
 
 
 @pytest.mark.slow
 def test_without_any_private_name_torchhook_imports_and_captures() -> None:
-    assert without("captured", *NAMES) == RIGHT
+    assert without("captured", *filter(is_there, NAMES)) == RIGHT
 
 
+@pytest.mark.shows("Checkpointing: a torch that does not show which call is recomputed", error="SessionError")
 @pytest.mark.slow
 def test_checkpoints_that_cannot_be_seen_into_are_refused() -> None:
     assert "does not let TorchHook see which call it is" in without("not_understood")
@@ -74,10 +86,8 @@ def test_checkpoints_are_seen_into_and_that_is_known() -> None:
 
 def test_a_name_on_the_list_is_there_today() -> None:
     """A name that torch has dropped meanwhile is no longer tested by taking it away."""
-    for path in NAMES:
-        owner: object = torch
-        for part in path.split(".")[1:]:
-            owner = getattr(owner, part)
+    oldest = torch.__version__.startswith(".".join(map(str, _torch_version.OLDEST)) + ".")
+    assert {path for path in NAMES if not is_there(path)} <= (LATER if oldest else set())
 
 
 def test_a_module_is_known_to_run() -> None:

@@ -1,7 +1,7 @@
 """Every private name of torch that is used, once, each with what is done where it has vanished.
 
-Nothing here may fail at import: a name that is gone gives a slower way to the same answer, or one clear error at the
-moment it is needed. ``tests/test_torch.py`` takes each of them away in turn.
+A name that is gone fails nothing at import: it gives a slower way to the same answer, or one clear error at the moment
+it is needed. ``tests/test_torch.py`` takes each of them away in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from torchhook import _torch_version
 from torchhook.errors import TorchVersionError
+
+_torch_version.check(torch.__version__)
 
 
 def _find(path: str, default: Any, root: Any = torch) -> Any:
@@ -272,6 +275,11 @@ def times_running(module: nn.Module) -> int:
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
 
 
+def innermost_module() -> nn.Module | None:
+    """The module whose call is the latest under way in this thread."""
+    return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
+
+
 def in_fsdp() -> bool:
     """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
     if "torch.distributed.fsdp" not in sys.modules:
@@ -311,9 +319,17 @@ def segments() -> tuple[Any, list[Any]]:
             first += started
             if recomputed is not None:
                 break
-    if not first and recomputed is None:  # a module that checkpoints itself by hooks leaves nothing on the stack
+        elif frame.f_code is _CALL:
+            first += _segments_of(frame.f_locals.get("self"))
+    if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
         recomputed, first = _segments_hooked()
     return recomputed, first
+
+
+def will_run_again() -> bool:
+    """Whether the running code is in a reentrant checkpoint that runs for the first time: without gradients, which
+    the recomputation has. Where nobody knows, it may be."""
+    return _Reentrant is None or any(isinstance(segment, _Reentrant) for segment in segments()[1])
 
 
 def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
@@ -328,6 +344,13 @@ def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
             if held:
                 return None, held
     return None, []
+
+
+def _segments_of(module: Any) -> list[Any]:
+    """Those that a module started which checkpoints itself by hooks: it holds them while it runs."""
+    composable = sys.modules.get("torch.distributed._composable.contract")
+    states = vars(module).get(getattr(composable, "STATE_KEY", None)) if composable is not None else None
+    return [held for state in (states or {}).values() for held in _segments_in(vars(state).values())[1]]
 
 
 def _segments_hooked() -> tuple[Any, list[Any]]:

@@ -18,13 +18,15 @@ TorchHookError
 │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
 │   ├── IncompleteStoreError (LookupError)             shards are missing
 │   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
-├── TorchVersionError    (RuntimeError)                this torch lacks something that is needed here
+├── TorchVersionError    (RuntimeError)                this torch is too old, or lacks something that is needed here
 └── MissingExtraError    (ImportError)                 an optional package is not installed
 
 NeverRanWarning          (UserWarning)                 the exit report of a session
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
+RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
+TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
@@ -39,7 +41,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from importlib import metadata
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "NeverRanWarning",
     "NoAttentionError",
     "PaddingWarning",
+    "RecomputeWarning",
     "RecordingFileError",
     "SelectorError",
     "SessionError",
@@ -68,6 +71,7 @@ __all__ = [
     "TargetError",
     "TorchHookError",
     "TorchVersionError",
+    "TorchVersionWarning",
     "TrainingWarning",
     "TransformError",
 ]
@@ -163,7 +167,7 @@ class BrokenShardError(ExtractError, ValueError):
 
 
 class TorchVersionError(TorchHookError, RuntimeError):
-    """This version of torch lacks something that TorchHook cannot do without here."""
+    """This version of torch is too old, or lacks something that TorchHook cannot do without here."""
 
 
 class MissingExtraError(TorchHookError, ImportError):
@@ -186,6 +190,14 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
+class RecomputeWarning(UserWarning):
+    """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This version of torch is newer than any that TorchHook was tested with."""
+
+
 class CompiledWarning(UserWarning):
     """A compiled model runs eagerly inside a session; said once in a process."""
 
@@ -205,11 +217,17 @@ def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
-        level, frame = level + 1, frame.f_back
+        frame = frame.f_back
+        level += not _imports(frame)
     warnings.warn(message, category, stacklevel=level)
 
 
-_NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "weakref"})
+_NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether a frame is one of Python's own that run an import: they are no level to ``warnings``."""
+    return frame.f_code.co_filename.startswith("<frozen importlib._bootstrap")
 
 
 def never_opened(what: str) -> None:

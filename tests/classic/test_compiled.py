@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from tests.oracle import hooks_on, in_threads, stance, warned
 from torchhook._core.hooks import eager_stance
 from torchhook.errors import CompiledWarning, NeverRanError, SessionError
@@ -63,6 +64,7 @@ INSIDE: dict[str, Callable[[Net], Callable[[Tensor], Any]]] = {
 }
 
 
+@pytest.mark.shows("Compiled: a session inside a compiled function", error="SessionError")
 @pytest.mark.parametrize("what", INSIDE)
 def test_a_session_inside_compiled_code_is_refused_in_one_sentence(net: Net, what: str) -> None:
     call = torch.compile(INSIDE[what](net), backend="eager")  # type: ignore[call-overload]
@@ -80,8 +82,8 @@ def test_a_session_inside_compiled_code_is_refused_in_one_sentence(net: Net, wha
 @pytest.mark.parametrize("what", INSIDE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_whole_graph_is_refused_with_the_same_sentence_inside(net: Net, what: str) -> None:
-    if what == "capture made before":
-        pytest.skip("torch does not look into a session that it did not see being made")
+    if what == "capture made before" or (what == "VerboseExecution" and TORCH < (2, 7)):
+        pytest.skip("torch stops at another line of the session before it comes to that one")
     with pytest.raises(Exception, match="attach=True"):
         torch.compile(INSIDE[what](net), backend="eager", fullgraph=True)(X)  # type: ignore[call-overload]
 
@@ -101,6 +103,7 @@ def test_what_the_compiler_leaves_out_may_have_sessions(net: Net) -> None:
         assert torch.equal(made(X), net.a(X) * 2)
 
 
+@pytest.mark.shows("Compiled: attach=True on a model that was compiled and called", error="NeverRanError")
 @pytest.mark.parametrize("make", [lambda n: torch.compile(n, backend="eager"), lambda n: nn.Sequential(n)])
 def test_attached_hooks_on_a_model_that_was_compiled_and_called_say_that(net: Net, make: Any) -> None:
     model = make(net)
@@ -132,6 +135,7 @@ def unsaid() -> Iterator[None]:
     eager_stance.said = True
 
 
+@pytest.mark.shows("Compiled: captures of a model that was compiled before")
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("how", ["function", "method", "part"])
 def test_a_compiled_model_in_a_session_says_once_that_it_runs_eagerly(net: Net, how: str) -> None:
@@ -175,6 +179,7 @@ class Counting:
         return run
 
 
+@pytest.mark.shows("Compiled: other threads keep their compiled code")
 @pytest.mark.parametrize("threads", ["own", "all"])
 def test_other_threads_keep_their_compiled_code_while_a_session_is_open(net: Net, threads: Any) -> None:
     backend = Counting()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from torchhook import edits, transforms
 from torchhook.errors import MissingExtraError, NeverRanWarning
 
@@ -102,6 +103,7 @@ def tiny_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 32, (1, 6))}
 
 
+@pytest.mark.shows("Exported: programs load where TorchHook is not installed")
 @pytest.mark.slow
 def test_programs_load_and_run_in_a_process_without_torchhook(net: Net, tmp_path: Path) -> None:
     whole, added = (bare(net, X), net(X)), {"block.fc": edits.add(torch.ones(4))}
@@ -139,6 +141,7 @@ def test_programs_load_and_run_in_a_process_without_torchhook(net: Net, tmp_path
         close(found[name], expected)
 
 
+@pytest.mark.shows("Exported: caches left out of the outputs")
 def test_caches_are_left_out_on_request() -> None:
     model, x = tiny_gpt()
     assert "past_key_values" in th.FeatureLayers(model, ["transformer.h.0"], attach=True)(**x)[1]
@@ -158,7 +161,7 @@ def test_values_of_calls_with_keywords_are_plain_too(net: Net) -> None:
             return self.net(x, scale=x[:1])
 
     hooked = th.FeatureExtractor(Calls(), ["net:input"], attach=True)
-    program = torch.export.export(hooked, (X,))
+    program = torch.export.export(hooked, (X,), strict=False)
     assert program.module()(X)["net:input"].keys() == {"args", "kwargs"}
     close(program.module()(X)["net:input"]["kwargs"]["scale"], X[:1])
 
@@ -167,8 +170,11 @@ def test_values_of_calls_with_keywords_are_plain_too(net: Net) -> None:
 
 
 BATCH = Dim("batch", min=2, max=64)
+named = pytest.mark.skipif(TORCH < (2, 9), reason="this version's export calls no forward with other names")
 
 
+@pytest.mark.shows("Exported: dynamic shapes")
+@named
 @pytest.mark.parametrize("shapes", [({0: BATCH},), {"x": {0: BATCH}}], ids=["by place", "by name"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_dynamic_shapes_are_named_as_the_models_own_arguments(net: Net, shapes: Any, strict: bool) -> None:
@@ -180,6 +186,7 @@ def test_dynamic_shapes_are_named_as_the_models_own_arguments(net: Net, shapes: 
     close(output, net(x))
 
 
+@named
 def test_dynamic_shapes_of_keyword_arguments(net: Net) -> None:
     hooked = th.FeatureLayers(net, ["block.fc"], attach=True)
     shapes = {"x": {0: BATCH}, "scale": None}
@@ -196,7 +203,9 @@ def test_a_wrapper_and_a_users_own_forward(net: Net) -> None:
             return features["block.fc"] * 2
 
     close(Mine(net, ["block.fc"], attach=True)(X), bare(net, X)["block.fc"] * 2)
-    program = torch.export.export(Mine(net, ["block.fc"], attach=True), (X,), dynamic_shapes=({0: BATCH},))
+    program = torch.export.export(
+        Mine(net, ["block.fc"], attach=True), (X,), dynamic_shapes=({0: BATCH},), strict=False
+    )
     close(program.module()(X), bare(net, X)["block.fc"] * 2)
 
 
@@ -208,6 +217,7 @@ needs_onnx = pytest.mark.skipif(
 )
 
 
+@pytest.mark.shows("Exported: ONNX, with the names of the sites")
 @needs_onnx
 @pytest.mark.slow
 def test_onnx_outputs_are_called_as_the_sites_and_onnx_runtime_agrees(net: Net, tmp_path: Path) -> None:
@@ -248,6 +258,7 @@ def test_without_onnxscript_the_package_is_named(net: Net, monkeypatch: pytest.M
 # -- captures on programs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Exported: captures on a loaded program, by torch.export.unflatten")
 def test_captures_on_a_loaded_program_are_explained_and_work_unflattened(net: Net, tmp_path: Path) -> None:
     torch.export.save(torch.export.export(net, (X,)), tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
-from tests.classic.toys import Net, clean, saved
+from tests.classic.toys import TORCH, Net, clean, saved
 from torchhook.errors import AmbiguousCallError, NeverRanError, NeverRanWarning, SelectorError
 
 
@@ -276,10 +276,13 @@ def test_a_copy_of_an_attached_wrapper_has_hooks_of_its_own(net: Net, x: Tensor,
     assert torch.equal(again(x)["fc1"], wanted["fc1"])
 
 
+@pytest.mark.shows("Compiled: FeatureLayers(attach=True) under torch.compile(fullgraph=True) and torch.export")
 @pytest.mark.parametrize("duplicate", [lambda f: f, copy.deepcopy])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
 def test_an_attached_wrapper_is_compiled_and_exported_whole(net: Net, x: Tensor, make: Any, duplicate: Any) -> None:
+    if duplicate is copy.deepcopy and TORCH < (2, 7):
+        pytest.skip("this version's compiler does not follow the inert hooks of a copied model")
     hooked = duplicate(make(net, ["fc1"], attach=True))
     wanted = bare(net, "fc1", x)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 RULE = "-" * 80
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Net(nn.Module):

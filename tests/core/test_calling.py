@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import models
 from torchhook._core import calling
 from torchhook._core.calling import arguments, call, evaluating, in_mode, random_numbers, undisturbed
 from torchhook._values.tree import Inputs
@@ -165,6 +166,7 @@ def test_gradients_come_back_the_same_objects_with_the_same_numbers() -> None:
     assert model.bias.grad is None
 
 
+@pytest.mark.shows("Lazy modules: calls that leave the model undisturbed")
 def test_a_lazy_module_stays_what_it_has_become() -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     with undisturbed(model):
@@ -174,9 +176,9 @@ def test_a_lazy_module_stays_what_it_has_become() -> None:
     assert model(torch.ones(4, 2)).shape == (4, 3)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.shows("TorchScript: buffers are left as they were")
 def test_the_buffers_of_a_scripted_model_come_back() -> None:
-    model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))
+    model = models.scripted(nn.Sequential(nn.BatchNorm1d(3)))
     with undisturbed(model):
         model(torch.randn(4, 3))
         assert model.state_dict()["0.num_batches_tracked"].item() == 1

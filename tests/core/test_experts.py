@@ -71,6 +71,7 @@ def the_product(model: Any) -> str:
     return next(name for name in ("_grouped_mm", "grouped_mm") if f"{EXPERTS}/{name}" in text)
 
 
+@pytest.mark.shows("Models: experts of a mixture that are one module")
 def test_experts_in_a_loop_have_a_call_for_each_that_was_chosen() -> None:
     model = mixtral("eager")
     expected = by_hand(model, by_choice=True)
@@ -83,6 +84,7 @@ def test_experts_in_a_loop_have_a_call_for_each_that_was_chosen() -> None:
         assert torch.allclose(found, rows, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.shows("Models: experts of a mixture that are one module")
 def test_grouped_experts_lie_beside_each_other_in_one_product() -> None:
     model = mixtral("grouped_mm")
     expected, name = by_hand(model), the_product(model)

@@ -370,6 +370,7 @@ def test_a_live_gradient_can_be_differentiated(x: Tensor) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.shows("Threads: gradients")
 def test_backward_in_another_thread_is_recorded(block: Block, x: Tensor) -> None:
     with cloning(block) as held:
         y = block(x)
@@ -379,6 +380,7 @@ def test_backward_in_another_thread_is_recorded(block: Block, x: Tensor) -> None
     torch.testing.assert_close(rec["a:grad"], expected)
 
 
+@pytest.mark.shows("Threads: gradients")
 def test_gradients_of_two_threads_do_not_mix() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
@@ -912,6 +914,7 @@ class Checkpointed(nn.Module):
         return x
 
 
+@pytest.mark.shows("Checkpointing: captures and gradients")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpointed_calls_are_counted_once_and_their_gradients_are_right(reentrant: bool, x: Tensor) -> None:
     model, plain, leaf = Checkpointed(reentrant), Checkpointed(None), x.clone().requires_grad_()
@@ -931,6 +934,7 @@ def test_checkpointed_calls_are_counted_once_and_their_gradients_are_right(reent
     assert "blocks.0.0 (once)" in str(rec)
 
 
+@pytest.mark.shows("Checkpointing: captures and gradients")
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpointed_grad_input_is_right(reentrant: bool, x: Tensor) -> None:
     model, plain, leaf = Checkpointed(reentrant).eval(), Checkpointed(None).eval(), x.clone().requires_grad_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import models
 from tests.oracle import in_threads, stance
 from torchhook._core import hooks
 from torchhook._core.hooks import Attachment
@@ -24,10 +25,9 @@ def test_an_attachment_undoes_everything_in_reverse_and_only_once() -> None:
     assert undone == [2, 1, 0]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_attachment_leaves_out_torchscript_which_takes_no_hooks() -> None:
     scope = Scope()
-    scripted, attachment = torch.jit.script(nn.ReLU()), Attachment()
+    scripted, attachment = models.scripted(nn.ReLU()), Attachment()
     for tap in (OutputTap("out", scope), InputTap("in", scope), EnterTap(print), LeaveTap(print)):
         attachment.attach(tap, scripted)
     assert scripted(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]

@@ -160,6 +160,7 @@ def test_a_reference_is_the_bare_tensor(kind: str, door) -> None:
     assert door(Keep("reference"), tensor) is tensor
 
 
+@pytest.mark.shows("Gradient modes: captures")
 @pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("mode", ["copy", "live", "clone"])
 def test_values_are_safe_in_every_gradient_mode(grad_mode: Any, mode: str, way: str, door) -> None:
@@ -171,6 +172,7 @@ def test_values_are_safe_in_every_gradient_mode(grad_mode: Any, mode: str, way: 
             assert torch.equal(kept, oracle)
 
 
+@pytest.mark.shows("Kinds of tensors: captures of meta and fake tensors")
 def test_a_meta_or_fake_tensor_is_kept_as_what_it_is(way: str, door) -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -183,6 +185,7 @@ def test_a_meta_or_fake_tensor_is_kept_as_what_it_is(way: str, door) -> None:
         assert Keep(dtype=torch.float16).value(fake).dtype == torch.float16
 
 
+@pytest.mark.shows("torch.func: captures under vmap")
 @pytest.mark.parametrize("in_dim", [0, 1])
 @pytest.mark.parametrize("mode", ["copy", "clone"])
 def test_under_vmap_the_whole_batch_is_kept_with_its_dimension_first(mode: str, in_dim: int, way: str, door) -> None:
@@ -359,7 +362,7 @@ def test_numpy_views_of_the_callers_input_follow_it_after_the_session() -> None:
 def test_what_the_model_owns_and_what_it_was_called_with_are_not_shared(door) -> None:
     owned, first, second = torch.rand(3), torch.rand(3), torch.rand(3)
     keep = Keep()
-    keep.owns([owned])
+    keep.owned_by(lambda: [owned])
     for called_with, free in ((first, second), (second, first)):
         keep.called_with([called_with])
         for outliving in (owned, called_with):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchhook as th
+from tests import models
 from tests.oracle import in_threads, warned
 from torchhook._core.select import resolve
 from torchhook.errors import NeverRanError, NeverRanWarning, SelectorError
@@ -121,12 +122,14 @@ class Attends(nn.Module):
         return self.attention(x, x, x)
 
 
+@pytest.mark.shows("Fused layers: out_proj of nn.MultiheadAttention", error="NeverRanError")
 def test_attention_uses_the_weights_of_its_projection_without_calling_it() -> None:
     cause = silence(Attends(), "attention.out_proj")
     assert cause.startswith("nn.MultiheadAttention reads the weights of 'out_proj' without calling it (pytorch#78109)")
     assert cause.endswith("capture 'attention' instead.")
 
 
+@pytest.mark.shows("Fused layers: children of nn.TransformerEncoderLayer")
 def test_pytorchs_own_encoder_layer_runs_its_children_where_hooks_are_attached() -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)).eval()
     with torch.inference_mode(), th.capture(model, "0.linear1") as rec:
@@ -149,9 +152,9 @@ def test_an_encoder_layer_that_did_not_run_is_not_said_to_have_taken_its_fused_p
     assert "fused" not in silence(Skipped(), "layer.linear1", "layer")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.shows("TorchScript: sites inside a scripted module", error="NeverRanError")
 def test_hooks_never_fire_inside_a_scripted_module() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    model = nn.Sequential(nn.Linear(4, 4), models.scripted(nn.Sequential(nn.Linear(4, 4))))
     cause = "it is TorchScript, which takes no hooks: use the module it was made from."
     for selector in ("1.0", "1", "1:input", "1.0.weight", "**"):
         assert silence(model, selector) == cause
@@ -347,7 +350,7 @@ def test_a_module_that_is_replaced_after_a_call_is_reported() -> None:
 
 def test_what_a_replaced_module_held_is_reported_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    with pytest.warns(NeverRanWarning, match="'1' is another Sequential now"), th.capture(model, "1.1") as rec:
+    with pytest.warns(NeverRanWarning, match=r"'1\.1' is another Linear now"), th.capture(model, "1.1") as rec:
         model(torch.ones(1, 2))
         model[1] = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
         model(torch.ones(1, 2))

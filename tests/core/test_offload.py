@@ -43,6 +43,7 @@ def offloaded(request: Any, tmp_path: Path) -> nn.Sequential:
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.shows("Offloading: captures of weights that accelerate holds elsewhere")
 def test_captured_weights_have_the_numbers_that_were_loaded(offloaded: nn.Sequential) -> None:
     assert offloaded[0].weight.device.type == "meta"
     _, rec = run(offloaded, X, capture=["0.weight", "3.bias", "1.running_mean", "0", "3"])
@@ -54,6 +55,7 @@ def test_captured_weights_have_the_numbers_that_were_loaded(offloaded: nn.Sequen
     assert offloaded[0].weight.device.type == "meta"
 
 
+@pytest.mark.shows("Offloading: watch and report")
 def test_weights_are_watched_and_reported(offloaded: nn.Sequential, tmp_path: Path) -> None:
     with watch(offloaded, "0.weight", parameters=False, gradients=False) as w:
         offloaded(X)
@@ -96,6 +98,7 @@ class Unknown:
     __module__ = "accelerate.hooks"
 
 
+@pytest.mark.shows("Offloading: weights that cannot be loaded", error="SessionError")
 def test_weights_that_cannot_be_loaded_are_refused() -> None:
     net: Any = nn.Linear(2, 2)
     kept = copy.deepcopy(net)

@@ -19,6 +19,7 @@ from torchhook._core import recompute
 from torchhook._core.recompute import Segments
 from torchhook._recording.address import Site
 from torchhook._torch import graph_task, in_bare_segment
+from torchhook.errors import RecomputeWarning
 from torchhook.types import Recording
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
@@ -68,6 +69,7 @@ either = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant
 # -- the number of a call -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Checkpointing: edits of one call of several")
 @either
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_one_call_of_several_in_a_segment_is_edited_again_alone(reentrant: bool, call: int) -> None:
@@ -77,6 +79,7 @@ def test_one_call_of_several_in_a_segment_is_edited_again_alone(reentrant: bool,
     assert_weight_gradient(model, lambda layer: chain(layer, [3.0 if k == call else 1.0 for k in range(3)]))
 
 
+@pytest.mark.shows("Checkpointing: edits of one call of several")
 @either
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_backward_passes_in_any_order_find_their_own_calls(reentrant: bool, order: tuple[int, ...]) -> None:
@@ -159,6 +162,7 @@ class Nested(nn.Module):
         return checkpoint(self.segment, x, use_reentrant=self.outer)
 
 
+@pytest.mark.shows("Checkpointing: one inside another")
 @may_warn
 @nestings
 def test_segments_inside_a_segment_find_their_own_calls(outer: bool, inner: bool) -> None:
@@ -169,6 +173,7 @@ def test_segments_inside_a_segment_find_their_own_calls(outer: bool, inner: bool
     assert_weight_gradient(model, lambda layer: chain(layer, [1.0, 2.0, 3.0, 4.0]))
 
 
+@pytest.mark.shows("Checkpointing: one inside another")
 @may_warn
 @nestings
 def test_the_gradients_of_segments_inside_a_segment_have_their_own_numbers(outer: bool, inner: bool) -> None:
@@ -179,6 +184,7 @@ def test_the_gradients_of_segments_inside_a_segment_have_their_own_numbers(outer
     assert len(rec.all("layer")) == 4
 
 
+@pytest.mark.shows("Checkpointing: checkpoint_sequential")
 def test_every_segment_of_a_checkpointed_sequence_is_edited_again() -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:
@@ -199,6 +205,7 @@ def test_every_segment_of_a_checkpointed_sequence_is_edited_again() -> None:
 # -- what a recomputed call sees ----------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Checkpointing: edits that draw random numbers")
 @either
 def test_noise_is_the_same_when_it_is_made_again(reentrant: bool) -> None:
     model, noisy = Checkpointed(reentrant), []
@@ -209,6 +216,7 @@ def test_noise_is_the_same_when_it_is_made_again(reentrant: bool) -> None:
     torch.testing.assert_close(model.layer.weight.grad, (1 - noisy[0].tanh() ** 2).T @ X)
 
 
+@pytest.mark.shows("Checkpointing: a backward pass in another thread")
 @either
 def test_edits_are_made_again_when_the_backward_pass_runs_in_another_thread(reentrant: bool) -> None:
     model = Checkpointed(reentrant)
@@ -312,3 +320,26 @@ def test_a_bare_segment_is_a_checkpointed_function_outside_of_the_modules_that_i
     checkpoint(function, leaf(), use_reentrant=False)
     found["outside"] = in_bare_segment()
     assert found == {"function": True, "module": False, "outside": False}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_edit_that_ends_before_a_checkpointed_part_is_recomputed_is_said(reentrant: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+
+    def run() -> Tensor:
+        out: Tensor = checkpoint(model, x, use_reentrant=reentrant)
+        return out
+
+    with pytest.warns(RecomputeWarning, match="'1': edited in a checkpointed part"):
+        with th.edit(model, {"1": edits.scale(0.5)}):
+            kept = run()
+    del kept
+    with th.edit(model, {"1": edits.scale(0.5)}):
+        run().sum().backward()  # in time
+    with th.edit(model, {"1": edits.scale(0.5)}):
+        run()  # nobody can ask for gradients any more
+    kept = []
+    with th.capture(model, "1"):
+        kept.append(run())  # nothing was edited
+    with torch.no_grad(), th.edit(model, {"1": edits.scale(0.5)}):
+        kept.append(run())

@@ -345,6 +345,7 @@ def test_a_stop_never_escapes_a_session_that_was_opened_by_hand(model: Model, x:
         session.close()
 
 
+@pytest.mark.shows("Threads: an early stop of all of them", error="SessionError")
 def test_a_stop_in_all_threads_is_refused(model: Model) -> None:
     with pytest.raises(SessionError, match="leave out threads='all'"):
         th.capture(model, "a", stop=True, threads="all")
@@ -663,6 +664,7 @@ def test_clearing_the_hooks_by_force_inside_the_block_is_no_error_on_exit(model:
 # -- copies -----------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Copies: deep copies of a hooked model")
 def test_a_deep_copy_of_a_hooked_model_works_and_records_nothing(model: Model, x: Tensor) -> None:
     with th.capture(model, "a", "", "c:input", "b:grad", "a/linear") as rec:
         twin = copy.deepcopy(model)
@@ -705,6 +707,7 @@ def test_a_pickle_of_a_hooked_model_works_and_records_nothing(model: Model, x: T
     assert hooks_on(model) == []
 
 
+@pytest.mark.shows("Copies: pickles load where TorchHook is not installed")
 @pytest.mark.slow
 def test_a_pickle_of_a_hooked_model_loads_where_torchhook_is_not_installed(tmp_path: Path, x: Tensor) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -728,6 +731,7 @@ def test_a_pickle_of_a_hooked_model_loads_where_torchhook_is_not_installed(tmp_p
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.shows("Copies: state dicts of a hooked model")
 def test_a_hooked_models_state_dict_is_the_models_own(model: Model, x: Tensor) -> None:
     keys = list(model.state_dict())
     with th.capture(model):
@@ -739,6 +743,7 @@ def test_a_hooked_models_state_dict_is_the_models_own(model: Model, x: Tensor) -
 # -- threads and tasks ------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Threads: sessions of their own")
 def test_two_threads_with_their_own_sessions_do_not_mix(x: Tensor) -> None:
     meet = threading.Barrier(2)
     model = Model(lambda y: meet.wait(30))  # both are between layers a and c at the same time, every time
@@ -769,6 +774,7 @@ def test_calls_from_elsewhere_are_counted_and_named(model: Model, x: Tensor) -> 
     assert "in other threads: a (2 times)" in str(rec)
 
 
+@pytest.mark.shows("Threads: one session for all")
 def test_every_thread_is_recorded_on_request(model: Model, x: Tensor) -> None:
     with th.capture(model, "a", threads="all") as rec:
         model(x)
@@ -779,6 +785,7 @@ def test_every_thread_is_recorded_on_request(model: Model, x: Tensor) -> None:
     assert [r.call for r in rec.records("a")] == [0, 1, 2]
 
 
+@pytest.mark.shows("Threads: one session for all")
 def test_many_threads_lose_no_record(model: Model, x: Tensor) -> None:
     with th.capture(model, "a", "c", threads="all") as rec:
         in_threads(*[lambda: [model(x) for _ in range(50)]] * 8)
@@ -796,6 +803,7 @@ def test_a_session_may_close_in_another_thread_than_it_opened_in(model: Model, x
     session.scope.leave()
 
 
+@pytest.mark.shows("Threads: asyncio tasks")
 def test_asyncio_tasks_do_not_mix(model: Model, x: Tensor) -> None:
     async def task(offset: float) -> list[bool]:
         with th.capture(model, "a") as rec:
@@ -876,6 +884,7 @@ def compiled(model: Model, x: Tensor) -> Any:
     return made, calls
 
 
+@pytest.mark.shows("Compiled: captures of a model that was compiled before")
 def test_hooks_fire_although_the_model_was_compiled_before(compiled: Any, model: Model, x: Tensor) -> None:
     made, calls = compiled
     for whole in (made, model):
@@ -905,6 +914,7 @@ def test_overlapping_sessions_restore_the_stance_once_the_last_one_is_gone(compi
     assert len(second.recording.all("a")) == 2
 
 
+@pytest.mark.shows("Compiled: compiled code runs again after a session")
 def test_the_stance_that_the_user_set_comes_back(compiled: Any, x: Tensor) -> None:
     made, _ = compiled
     with torch.compiler.set_stance("eager_on_recompile"):
@@ -928,6 +938,7 @@ def test_a_dropped_session_restores_the_stance(compiled: Any) -> None:
     assert stance() == "default"
 
 
+@pytest.mark.shows("Compiled: a model compiled inside a session")
 @pytest.mark.slow
 def test_a_model_compiled_inside_the_block_is_captured_and_runs_free_of_hooks_afterwards() -> None:
     script = """

@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 
 import torchhook as th
+from tests.distributed.models import complete_streams
 from torchhook import _torch_sharded
 from torchhook._core.index import Index
 from torchhook._core.sharding import Homes
@@ -54,6 +55,7 @@ def test_ddp_replicates_what_it_is_not_told_to_ignore(group: None) -> None:
 def test_fsdp2_keeps_a_part_also_while_all_is_put_together(group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
+    complete_streams()
     net: Any = model()
     fully_shard(net)
     part = net[0].weight

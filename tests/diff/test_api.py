@@ -211,6 +211,7 @@ def test_a_changed_layer_shows_through_bfloat16() -> None:
     assert first.site == "conv2"
 
 
+@pytest.mark.shows("Kinds of tensors: diff with a dynamically quantized model")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_dynamic_quantization_is_named_at_its_first_layer_and_within_a_wider_tolerance() -> None:

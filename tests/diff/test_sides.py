@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.diff.nets import Net, image, net
+from tests.oracle import run_with_jax
 from torchhook._capture import capture
 from torchhook._diff.api import diff
 from torchhook._diff.sides import runnable
-from torchhook.errors import MissingRecordError, RecordingFileError
+from torchhook.errors import MissingRecordError, RecordingFileError, TorchVersionError
 
 
 def two_layers() -> nn.Sequential:
@@ -136,7 +137,7 @@ def test_names_that_nothing_has_are_refused_with_the_way_out() -> None:
 def exported(model: nn.Module, *args: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about itself
-        return torch.export.export(model, args)
+        return torch.export.export(model, args, strict=False)
 
 
 def saved(program: Any, path: Path) -> Path:
@@ -146,6 +147,7 @@ def saved(program: Any, path: Path) -> Path:
     return path
 
 
+@pytest.mark.shows("Exported: diff with a .pt2")
 def test_a_program_is_compared_layer_by_layer(tmp_path: Path) -> None:
     model = net()
     program = exported(model, image())
@@ -190,6 +192,15 @@ def test_a_program_is_compared_with_arrays() -> None:
     assert not diff(RIGHT, exported(two_layers(), X), X + 1).ok
 
 
+def test_a_program_that_torch_cannot_take_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(program: Any) -> Any:
+        raise RuntimeError("Child module 'a' is not a descendant")
+
+    monkeypatch.setattr(torch.export, "unflatten", lost)
+    with pytest.raises(TorchVersionError, match=r"cannot make layers .* \(Child module 'a' .*strict=False"):
+        diff(two_layers(), exported(two_layers(), X), X)
+
+
 def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.pt2"):
         diff(net(), tmp_path / "none.pt2", image())
@@ -201,6 +212,10 @@ def test_a_file_that_is_no_program_is_refused(tmp_path: Path) -> None:
 # -- other frameworks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Exported: diff with ONNX Runtime")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot export batch norm to ONNX with this onnxscript"
+)
 def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="ONNX Runtime is not installed")
     pytest.importorskip("onnxscript", reason="torch's ONNX exporter needs onnxscript")
@@ -216,12 +231,15 @@ def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) ->
     assert not diff(model, values, image(), names={"(model)": "logits"}).ok
 
 
+@pytest.mark.shows("Data: diff with JAX")
 def test_jax_agrees_with_a_layer_worked_out_there() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    model = two_layers()
-    hidden = jax.numpy.array(X.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
-    assert diff(model, {"0": hidden}, X).ok
-    assert not diff(model, {"0": hidden + 1}, X).ok
+    run_with_jax("""
+        import jax, torch, torchhook as th
+        model, x = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.ReLU()), torch.randn(2, 3)
+        hidden = jax.numpy.array(x.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
+        assert th.diff(model, {"0": hidden}, x).ok
+        assert not th.diff(model, {"0": hidden + 1}, x).ok
+    """)
 
 
 def test_a_models_process_is_left_as_it_was_beside_arrays() -> None:

@@ -68,9 +68,17 @@ def fsdp1(use_orig_params: bool = True, model: nn.Module | None = None) -> nn.Mo
     )
 
 
+def complete_streams() -> None:
+    """In torch 2.6, streams of the CPU lack two methods that FSDP2 calls; since then they are there and do nothing."""
+    for name in ("record_event", "wait_event"):
+        if not hasattr(torch.cpu.Stream, name):
+            setattr(torch.cpu.Stream, name, lambda *arguments: None)
+
+
 def fsdp2(model: Net | None = None) -> Net:
     from torch.distributed.fsdp import fully_shard
 
+    complete_streams()
     model = net() if model is None else model
     for block in model.blocks:
         fully_shard(block)

@@ -47,6 +47,7 @@ def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.shows("Sharded training: clipping by norm under DDP, FSDP1 and FSDP2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_over_all_ranks_is_limited_as_torch_limits_it(found: Results, kind: str) -> None:
     for after in found["norms"]:
@@ -54,6 +55,7 @@ def test_the_norm_over_all_ranks_is_limited_as_torch_limits_it(found: Results, k
         close(after[kind][1], grads(alone()))  # and no longer once it is closed
 
 
+@pytest.mark.shows("Sharded training: clipping by value")
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements_are_limited_after_the_reduction(found: Results, kind: str) -> None:
     for after in found["values"]:
@@ -61,6 +63,7 @@ def test_elements_are_limited_after_the_reduction(found: Results, kind: str) -> 
         close(after[kind][1], grads(alone()))
 
 
+@pytest.mark.shows("Sharded training: clipping with gradient_as_bucket_view=True")
 def test_gradients_that_are_views_of_buckets_are_limited_on_all_ranks_alike(found: Results) -> None:
     first, second = found["in_buckets"]
     close(first, second)
@@ -73,17 +76,20 @@ def test_flat_parameters_are_limited_by_their_norm_over_all_ranks(found: Results
     assert found["flat"] == pytest.approx([NORM, NORM], rel=1e-4)
 
 
+@pytest.mark.shows("Sharded training: gradient_clipper")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_clipper_limits_what_the_optimizer_sees(found: Results, kind: str) -> None:
     for after in found["for_good"]:
         close(after[kind], clamped(alone()))
 
 
-def test_a_pass_that_is_not_reduced_is_limited_with_the_one_that_is(found: Results) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_that_is_not_reduced_is_limited_with_the_one_that_is(found: Results, kind: str) -> None:
     for after in found["without_sync"]:
-        close(after, shortened(alone(passes=2)))
+        close(after[kind], shortened(alone(passes=2)))
 
 
+@pytest.mark.shows("Sharded training: one rank alone that clips", error="SessionError")
 def test_one_rank_alone_that_clips_is_told_so(found: Results) -> None:
     said, others = found["one_rank_clips"]
     assert set(others.values()) == {"no error"}

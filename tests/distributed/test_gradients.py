@@ -32,6 +32,7 @@ def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.shows("Sharded training: gradients of parameters, in full")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_full_gradients_are_those_of_a_single_process(found: Results, kind: str) -> None:
     expected = alone(batch())
@@ -42,6 +43,7 @@ def test_full_gradients_are_those_of_a_single_process(found: Results, kind: str)
         close(after, expected)  # and nothing was changed on the way
 
 
+@pytest.mark.shows("Sharded training: gradients of parameters, local")
 def test_under_ddp_the_local_gradient_is_that_of_the_ranks_own_batch(found: Results) -> None:
     for (captured, after), x in zip(found["local_of_ddp"], batch().chunk(2), strict=True):
         mine = alone(x)
@@ -50,6 +52,7 @@ def test_under_ddp_the_local_gradient_is_that_of_the_ranks_own_batch(found: Resu
         close(after, alone(batch()))
 
 
+@pytest.mark.shows("Sharded training: gradients of parameters, local")
 def test_under_fsdp1_the_local_gradient_is_a_piece_of_the_reduced_one(found: Results) -> None:
     expected = alone(batch())
     pieces = [captured for captured, _ in found["local_of_fsdp1"]]
@@ -57,6 +60,7 @@ def test_under_fsdp1_the_local_gradient_is_a_piece_of_the_reduced_one(found: Res
         close(torch.cat([piece[site] for piece in pieces]), expected[site.removesuffix(":grad")].flatten())
 
 
+@pytest.mark.shows("Sharded training: gradients of parameters, local")
 def test_under_fsdp2_the_local_gradient_is_a_dtensor_of_the_reduced_one(found: Results) -> None:
     expected = alone(batch())
     ranks = [captured for captured, _ in found["local_of_fsdp2"]]
@@ -80,6 +84,7 @@ def test_every_pass_is_a_call(found: Results) -> None:
         close(calls, [expected] * 3)
 
 
+@pytest.mark.shows("Sharded training: edits of gradients")
 @pytest.mark.parametrize("kind", ["ddp", "ddp_in_buckets", "fsdp1", "fsdp2"])
 def test_edited_gradients_are_those_of_a_single_process(found: Results, kind: str) -> None:
     model = net()
@@ -97,10 +102,12 @@ def test_with_an_edit_at_the_site_what_is_kept_is_what_the_optimizer_sees(found:
         close(after, expected)
 
 
+@pytest.mark.shows("Sharded training: one rank alone that captures")
 def test_one_rank_alone_may_capture_what_it_has(found: Results) -> None:
     assert found["one_rank_captures_its_part"] == [[5, 5, 5], []]
 
 
+@pytest.mark.shows("Sharded training: one rank alone that wants the full gradient", error="SessionError")
 def test_one_rank_alone_that_wants_all_is_told_so_and_does_not_hang(found: Results) -> None:
     said, other = found["one_rank_wants_all"]
     assert other == "no session"

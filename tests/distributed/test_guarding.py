@@ -18,6 +18,7 @@ def found(results: Callable[[str], Results]) -> Results:
     return results("tests.distributed.guarding")
 
 
+@pytest.mark.shows("Sharded training: guard")
 def test_a_bad_weight_is_named_and_not_what_gathers_it(found: Results) -> None:
     for findings in found["weights"]:
         assert len(findings) == 6
@@ -34,6 +35,7 @@ def test_a_bad_gradient_is_the_losses_fault(found: Results) -> None:
     assert found["gradients"] == [{kind: [("loss", "backward")] for kind in ("ddp", "fsdp1", "fsdp2")}] * 2
 
 
+@pytest.mark.shows("Sharded training: guard")
 def test_a_rank_that_raises_says_so_to_those_that_wait_for_it(found: Results) -> None:
     raised, heard = found["a_rank_raises"]
     assert "This is rank 0 of 2" in raised

@@ -35,6 +35,7 @@ def close(a: Any, b: Any) -> None:
 # -- losses on kept values --------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Sharded training: a loss on a value that FSDP frees", error="SessionError")
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("site", INSIDE)
 def test_a_loss_whose_gradients_fsdp_would_lose_is_refused(found: Results, kind: str, site: str) -> None:
@@ -43,6 +44,7 @@ def test_a_loss_whose_gradients_fsdp_would_lose_is_refused(found: Results, kind:
         assert ("'blocks.0'" if site.startswith("blocks") else "the model") in said[kind, site]
 
 
+@pytest.mark.shows("Sharded training: a loss on a captured value")
 @pytest.mark.parametrize("site", OUTSIDE)
 def test_a_loss_that_comes_through_an_output_of_fsdp_gives_the_gradients_of_a_single_process(
     found: Results, site: str
@@ -54,6 +56,29 @@ def test_a_loss_that_comes_through_an_output_of_fsdp_gives_the_gradients_of_a_si
     for after in found["alone"]:
         close(after["fsdp2", site], grads(model))
         assert after["fsdp1", site] == "no error"
+
+
+def test_hooks_that_stay_refuse_such_a_loss_too(found: Results) -> None:
+    model = net()
+    (model.blocks[0](batch()).pow(2).sum() / 2).backward()
+    for after in found["attached"]:
+        assert "'blocks.0.a': a loss on this value alone would lose the gradients" in after["blocks.0.a"]
+        close(after["blocks.0"], grads(model))
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_loss_on_what_the_forward_pass_ended_at_is_right_or_refused(found: Results, attach: bool) -> None:
+    model = net()
+    output = model.blocks[0](batch())
+    loss(output).backward()
+    for rank, after in enumerate(found["ended_early"]):
+        for kind in ("ddp", "fsdp1", "fsdp2"):
+            close(after[kind, attach, "value"], output.chunk(2)[rank].detach())
+        assert "stop=True" in after["ddp", attach]
+        assert "DistributedDataParallel" in after["ddp", attach]
+        assert "FullyShardedDataParallel" in after["fsdp1", attach]
+        close(after["fsdp2", attach], grads(model))
+        close(after["around"], grads(model))
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
@@ -70,6 +95,7 @@ def test_a_loss_that_is_added_to_one_on_the_output_is_right(found: Results, kind
 # -- tensor parallelism -----------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Tensor parallel: captures and gradients")
 def test_tensor_parallel_values_and_gradients_are_whole_when_gathered(found: Results) -> None:
     model = net()
     with th.capture(model, "blocks.0.a", "blocks.0", "blocks.0.a:grad", "blocks.0.a.weight:grad") as rec:
@@ -79,6 +105,7 @@ def test_tensor_parallel_values_and_gradients_are_whole_when_gathered(found: Res
         close(after, grads(model))
 
 
+@pytest.mark.shows("Tensor parallel: edits")
 def test_a_plain_vector_is_added_to_a_dtensor(found: Results) -> None:
     model = net()
     with th.edit(model, {"blocks.0.a": edits.add(torch.arange(10.0)), "blocks.1.a": edits.zero()}):
@@ -87,6 +114,7 @@ def test_a_plain_vector_is_added_to_a_dtensor(found: Results) -> None:
         close(output, expected)
 
 
+@pytest.mark.shows("Tensor parallel: clipping")
 def test_the_norm_of_tensor_parallel_gradients_is_that_of_the_whole(found: Results) -> None:
     model = net()
     loss(model(batch())).backward()
@@ -95,6 +123,7 @@ def test_the_norm_of_tensor_parallel_gradients_is_that_of_the_whole(found: Resul
         close(after, grads(model))
 
 
+@pytest.mark.shows("Tensor parallel: watch")
 def test_tensor_parallel_models_are_watched_as_a_whole(found: Results) -> None:
     a = net().blocks[0].a(batch()).detach()
     for history in found["tensor_parallel_watch"]:
@@ -104,6 +133,7 @@ def test_tensor_parallel_models_are_watched_as_a_whole(found: Results) -> None:
             assert sites["blocks.0.a"][name] == pytest.approx(value.item(), rel=1e-4), name
 
 
+@pytest.mark.shows("Tensor parallel: guard")
 def test_a_bad_part_of_a_weight_is_named(found: Results) -> None:
     first, second = found["tensor_parallel_guard"]
     assert first == [("parameter", "blocks.1.b.weight")]
@@ -122,6 +152,7 @@ def test_a_rank_saves_its_part_and_says_so(found: Results) -> None:
 # -- a pipeline -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Pipelines: captures of a stage")
 def test_the_stages_of_a_pipeline_are_hooked_one_by_one(found: Results) -> None:
     model = net()
     with th.capture(model, "blocks.0.a", "head") as rec:

@@ -47,6 +47,7 @@ def check(history: Any, expected: list[dict[str, tuple[float, float, float]]]) -
             assert sites[name]["update_ratio"] == pytest.approx(ratio, rel=1e-3), name
 
 
+@pytest.mark.shows("Sharded training: watch for 100 steps")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_a_hundred_steps_have_the_norms_of_a_single_process(found: Results, kind: str) -> None:
     expected = by_hand(100)
@@ -66,6 +67,7 @@ def test_a_watch_may_open_while_fsdp2_holds_whole_weights(found: Results) -> Non
         check(history, by_hand(3))
 
 
+@pytest.mark.shows("Sharded training: watch of flat parameters")
 def test_flat_parameters_are_watched_as_the_vectors_that_they_are(found: Results) -> None:
     expected = by_hand(12)
     members = ("a.weight", "a.bias", "b.weight", "b.bias")
@@ -83,6 +85,7 @@ def test_activations_are_those_of_the_ranks_own_batch(found: Results) -> None:
         assert history[0][1]["blocks.0"]["max"] == pytest.approx(expected.max().item(), rel=1e-4)
 
 
+@pytest.mark.shows("Sharded training: one rank alone that watches")
 def test_a_rank_that_watches_alone_is_told_so_and_nobody_waits(found: Results) -> None:
     (steps, said), other = found["one_rank_watches"]
     assert (steps, other) == (3, (0, []))

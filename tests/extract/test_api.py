@@ -318,6 +318,7 @@ def test_inputs_of_layers_can_be_stored(tmp_path):
     assert torch.equal(do(tmp_path, sites=["first:input"])["first:input"][:], jobs.data(100).tensors[0])
 
 
+@pytest.mark.shows("Precision: extract under autocast")
 def test_autocast_is_part_of_the_run(tmp_path):
     features = do(tmp_path, autocast=torch.bfloat16)
     assert features["first"].dtype == torch.bfloat16
@@ -580,6 +581,7 @@ def test_a_stream_that_broke_off_goes_on_where_it_stopped(tmp_path, truth):
     assert torch.equal(do(tmp_path, data=iter(x.split(16)), batch_size=None)["first"][:], truth["first"])
 
 
+@pytest.mark.shows("Data: data sets of Hugging Face")
 def test_hugging_face_data_sets_are_data(tmp_path, truth):
     datasets = pytest.importorskip("datasets")
     x, y = jobs.data(100).tensors

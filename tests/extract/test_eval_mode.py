@@ -60,6 +60,7 @@ def test_two_threads_may_extract_from_one_model_that_trains(tmp_path):
     assert not calling._modes
 
 
+@pytest.mark.shows("Threads: extract")
 def test_threads_that_extract_at_the_same_time_get_their_own_rows(tmp_path):
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 4)).train()
     data = [torch.randn(400 * (i + 1), 3) for i in range(3)]

@@ -58,6 +58,7 @@ def do(out, data, engine="local", **options):
     return extract(jobs.Net(), data, ["first", "second"], out, **options)
 
 
+@pytest.mark.shows("Data: Ray actors")
 def test_two_actors_survive_kills_and_write_every_row_once(cluster, tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()

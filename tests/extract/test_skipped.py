@@ -219,3 +219,18 @@ def test_a_model_that_computes_in_half_precision_may_have_infinities_of_its_own(
     with torch.no_grad():
         model[0].weight.fill_(1.0)
     assert E(model, x, "0", tmp_path)["0"][0].isinf().all()
+
+
+def test_rows_that_earlier_calls_skipped_count_too(tmp_path):
+    """Else a loop that calls again and again would end with everything skipped."""
+    data = Faulty(bad=range(0, 200, 10))
+    for _ in range(8):
+        with pytest.raises(ExtractError, match="max_skipped=2"):
+            E(jobs.Net(), data, "second", tmp_path, on_error="skip", max_skipped=2)
+    found = E(jobs.Net(), data, "second", tmp_path, on_error="skip", max_skipped=20)
+    assert len(found.skipped) == 20
+    with pytest.raises(ExtractError, match=r"skipped 20 rows of the store.*retry_skipped=True"):
+        E(jobs.Net(), data, "second", tmp_path, on_error="skip", max_skipped=2)
+    data.bad.clear()
+    again = E(jobs.Net(), data, "second", tmp_path, on_error="skip", max_skipped=2, retry_skipped=True)
+    assert len(again.skipped) == 0

@@ -236,3 +236,20 @@ def test_a_field_that_forward_must_have_is_an_input_though_it_be_called_like_a_l
     features = E(Sum(), rows, "(model)", tmp_path)
     assert torch.equal(features["(model)"][:], X * 2)
     assert features.labels[:].tolist() == list(range(40))
+
+
+def test_parts_of_a_batch_that_nobody_gets_are_told(tmp_path):
+    ids = torch.randint(1, 9, (8, 3), generator=torch.Generator().manual_seed(0))
+    mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+
+    class Words(nn.Module):
+        def forward(self, input_ids, attention_mask=None, token_type_ids=None):
+            return input_ids.float()
+
+    with pytest.warns(DataWarning, match=r"4 parts.*: 2 and 3 reach neither.*input_fn="):
+        E(Words(), TensorDataset(ids, mask, types, torch.arange(8)), "(model)", tmp_path / "a")
+    with pytest.warns(DataWarning, match=r"3 parts.*: 1 and 2 reach neither.*labels="):
+        E(same(), TensorDataset(X, torch.arange(40), torch.arange(40)), "0", tmp_path / "b")
+    E(same(), TensorDataset(X, torch.arange(40), torch.arange(40)), "0", tmp_path / "c", labels=1, ids=2)
+    E(Words(), TensorDataset(ids, mask, torch.arange(8)), "(model)", tmp_path / "d")
+    E(same(), TensorDataset(X, X), "0", tmp_path / "e")  # an input and its target

@@ -20,6 +20,7 @@ from torchhook._guard.api import guard
 from torchhook.errors import GuardError
 
 
+@pytest.mark.shows("Checkpointing: guard")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_is_followed(reentrant: bool) -> None:
     class Checkpointed(nn.Sequential):
@@ -33,6 +34,7 @@ def test_checkpointing_is_followed(reentrant: bool) -> None:
         assert [(f.site.path, f.site.op, f.phase) for f in g.findings] == [("1", "sqrt", "backward")] * bad
 
 
+@pytest.mark.shows("Gradient modes: guard under double backward")
 def test_double_backward_and_retained_graphs_are_clean() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     x = ones().requires_grad_()

@@ -155,6 +155,7 @@ def wrappers() -> list[tuple[str, object]]:
     ]
 
 
+@pytest.mark.shows("Wrappers: torch.compile, DataParallel and checkpoint_wrapper do not show in names")
 @pytest.mark.parametrize("wrap", [pytest.param(w, id=n) for n, w in wrappers()])
 @pytest.mark.parametrize("where", ["model", "leaf", "block"])
 def test_wrappers_never_show_in_names(wrap, where: str) -> None:
@@ -168,6 +169,7 @@ def test_wrappers_never_show_in_names(wrap, where: str) -> None:
     assert list(walk(wrapped)) == expected  # the same names, and the modules inside the wrappers
 
 
+@pytest.mark.shows("Wrappers: DistributedDataParallel, FSDP1 and offloading do not show in names")
 @pytest.mark.parametrize(
     ("kind", "home", "attribute"),
     [

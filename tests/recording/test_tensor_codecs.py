@@ -17,6 +17,7 @@ from torchhook._values.loaded import Opaque
 EYE = torch.eye(4) * torch.arange(1.0, 5.0)
 
 
+@pytest.mark.shows("Kinds of tensors: sparse ones in files")
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_sparse_tensors_keep_layout_dtype_and_values(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
@@ -43,6 +44,7 @@ def test_repeated_sparse_entries_still_add_up(tmp_path: Path) -> None:
     assert found.to_dense().tolist() == [3, 0]
 
 
+@pytest.mark.shows("Kinds of tensors: quantized ones in files")
 @pytest.mark.parametrize("dtype", [torch.quint8, torch.qint8, torch.qint32])
 def test_quantized_tensors_keep_their_integers_and_scales(tmp_path: Path, dtype: torch.dtype) -> None:
     one = quietly(lambda: torch.quantize_per_tensor(EYE, 0.1, 3, dtype))
@@ -60,6 +62,7 @@ def test_quantized_tensors_keep_their_integers_and_scales(tmp_path: Path, dtype:
     assert found[1].q_per_channel_axis() == 1
 
 
+@pytest.mark.shows("Kinds of tensors: nested ones in files")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_keep_their_parts(tmp_path: Path, layout: torch.layout) -> None:
     parts = [torch.rand(2, 3), torch.rand(1, 3)]
@@ -70,6 +73,7 @@ def test_nested_tensors_keep_their_parts(tmp_path: Path, layout: torch.layout) -
     assert all(torch.equal(a, b) for a, b in zip(found.unbind(), parts, strict=True))
 
 
+@pytest.mark.shows("Kinds of tensors: meta and fake ones in files")
 def test_meta_and_fake_tensors_come_back_as_meta(tmp_path: Path) -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -80,6 +84,7 @@ def test_meta_and_fake_tensors_come_back_as_meta(tmp_path: Path) -> None:
         assert (found.device.type, found.shape, found.dtype) == ("meta", (2, 3), torch.float16)
 
 
+@pytest.mark.shows("Kinds of tensors: subclasses in files")
 def test_parameters_and_subclasses_come_back_as_plain_tensors(tmp_path: Path) -> None:
     class Marked(Tensor):
         pass
@@ -146,6 +151,7 @@ def test_complex_halves_come_back_to_the_bit(tmp_path: Path) -> None:
     assert torch.view_as_real(found).tolist() == [[1, 2], [0, -3.5]]
 
 
+@pytest.mark.shows("Kinds of tensors: floats of eight bits in files")
 @pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
 def test_floats_of_eight_bits_come_back_to_the_bit(tmp_path: Path, name: str) -> None:
     if not hasattr(torch, name):

@@ -309,6 +309,7 @@ def test_nested_outputs_are_measured_at_their_first_floating_point_tensor() -> N
     assert call.value.elements == 40
 
 
+@pytest.mark.shows("Lazy modules: report", error="ValueError")
 def test_a_lazy_model_is_refused_and_stays_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet"):
@@ -362,6 +363,7 @@ def test_an_input_made_in_inference_mode_can_be_reported_on() -> None:
     assert layer(collect(nn.Linear(2, 3), x), "").calls[0].gradient is not None
 
 
+@pytest.mark.shows("Gradient modes: report")
 def test_a_report_can_be_made_in_inference_mode() -> None:
     model = nn.Linear(2, 3)
     with torch.inference_mode():

@@ -94,7 +94,7 @@ def test_a_broken_pixel_does_not_change_the_others(photo: torch.Tensor) -> None:
     (found,) = pixels(broken)
     assert (found[5, 5] == 0).all()
     assert (found[6, 6] == 0).all()
-    found[5, 5], found[6, 6] = photo[:, 5, 5], photo[:, 6, 6]
+    found[5, 5], found[6, 6] = photo[:, 5, 5].numpy(), photo[:, 6, 6].numpy()
     np.testing.assert_allclose(found, photo.permute(1, 2, 0).numpy(), atol=0.005)
     assert not pixels(torch.full((3, 4, 4), torch.nan))[0].any()
 

@@ -149,6 +149,7 @@ def model_of(kind: Any) -> nn.Sequential:
     return model
 
 
+@pytest.mark.shows("Kinds of tensors: subclasses that wrap others, captured and saved")
 @pytest.mark.parametrize("kind", [Wrapped, Halved, Tagged])
 def test_weights_of_a_subclass_are_captured_and_saved(kind: Any, tmp_path: Path) -> None:
     weight = kind(NUMBERS.clone()) if kind is not Tagged else NUMBERS.clone().as_subclass(Tagged)  # type: ignore[arg-type]
@@ -179,6 +180,7 @@ def test_a_subclass_that_tells_nobody_is_saved_as_what_it_is_called(tmp_path: Pa
     assert found[1].kind.endswith("wrapped.Closed")
 
 
+@pytest.mark.shows("Kinds of tensors: subclasses that wrap others, in every tool")
 def test_values_of_a_subclass_are_watched_reported_guarded_and_compared(tmp_path: Path) -> None:
     model, x = model_of(Wrapped), Wrapped(torch.tensor([[1.0, 1.0]]))
     # (1 - 2, 3 + 4) = (-1, 7): a mean of 3, and after the ReLU (0, 7) one zero of two.
@@ -203,6 +205,7 @@ def test_a_nan_in_a_subclass_is_found_by_the_guard() -> None:
     assert "input" in str(g.findings[0])
 
 
+@pytest.mark.shows("Kinds of tensors: fake tensors, in every tool")
 def test_fake_tensors_pass_through_everything(tmp_path: Path) -> None:
     mode = FakeTensorMode()
     with mode:
@@ -223,6 +226,7 @@ def test_fake_tensors_pass_through_everything(tmp_path: Path) -> None:
 # -- torchao ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("Kinds of tensors: weights of torchao")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_weights_of_torchao_are_read_as_what_they_stand_for(config: str, tmp_path: Path) -> None:

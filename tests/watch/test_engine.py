@@ -57,6 +57,7 @@ def test_tied_parameters_come_once_and_sparse_gradients_too() -> None:
     assert "other.weight" not in w.last
 
 
+@pytest.mark.shows("Gradient modes: watch")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluated_model_has_values_and_no_gradients(mode: Any) -> None:
     model = mlp().eval()
@@ -69,6 +70,7 @@ def test_an_evaluated_model_has_values_and_no_gradients(mode: Any) -> None:
     assert w.last["5.weight"]["update_ratio"] == 0
 
 
+@pytest.mark.shows("Compiled: watch")
 @pytest.mark.slow
 def test_a_compiled_model_is_measured_at_due_steps_and_compiled_at_the_others() -> None:
     torch._dynamo.reset()

@@ -200,6 +200,7 @@ def test_a_recomputed_layer_is_measured_once() -> None:
         assert w.last["layer.weight"]["grad_norm"] == pytest.approx(square_norm(model.layer.weight.grad), rel=1e-5)
 
 
+@pytest.mark.shows("Precision: watch under autocast")
 def test_under_autocast_the_low_precision_values_are_measured_in_full_precision() -> None:
     model = mlp()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils.hooks import RemovableHandle
 
-from torchhook import _torch_compiler, edits
+from torchhook import _torch, _torch_compiler, edits
 from torchhook._core import functional, hooks, taps
+from torchhook._core.index import Index
+from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
 from torchhook._values import tree
+from torchhook.errors import SessionError
 
 Transform = Callable[[Any], Any]
 
@@ -57,6 +60,7 @@ class Attached:
         wanted: list[Wanted],
         changes: list[tuple[Target, edits.Edit]],
         attachment: hooks.Attachment,
+        index: Index,
         transform: Transform | None = None,
         stop: bool = False,
     ) -> None:
@@ -64,6 +68,7 @@ class Attached:
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
         self._scope = Scope() if stop else None
+        units, ends = Units(index), early_end(index)
         # How many calls of each site make the features complete.
         self._needed: dict[str, int] = {}
         for feature in wanted:
@@ -72,7 +77,8 @@ class Attached:
         for target, change in changes:
             self._tap(made, target).changes.append(change)
         for feature in wanted:
-            self._tap(made, feature.target).keep(self._needed, transform, self._scope)
+            check = units.checked(feature.target.site) if units else None
+            self._tap(made, feature.target).keep(self._needed, transform, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
                 attachment.attach(tap, module)
@@ -100,7 +106,7 @@ class Attached:
         # The compiler leaves out by itself what no feature needs.
         ends = self._scope is not None and not torch.compiler.is_compiling()
         depths = functional.depths() if ends else {}
-        call.state = (values, edited, running)
+        call.state = (values, edited, running, torch.is_grad_enabled())
         try:
             if self._mode is None:
                 output = model(*args, **kwargs)
@@ -132,42 +138,93 @@ class _StaticTap(taps.Tap):
         self.needed: dict[str, int] | None = None
         self.transform: Transform | None = None
         self.scope_to_end: Scope | None = None
+        self.check: Transform | None = None
+        self.before_end: Callable[[], None] | None = None
 
-    def keep(self, needed: dict[str, int], transform: Transform | None, scope: Scope | None) -> None:
+    def keep(
+        self,
+        needed: dict[str, int],
+        transform: Transform | None,
+        scope: Scope | None,
+        check: Transform | None,
+        before_end: Callable[[], None],
+    ) -> None:
         """Keep what passes; with a scope, end the forward pass once all that is needed was seen."""
         self.needed, self.transform, self.scope_to_end = needed, transform, scope
+        self.check, self.before_end = check, before_end
 
     def pass_on(self, value: Any) -> Any:
         state = getattr(self.call, "state", None)
         if state is None:  # a call of the model alone: nobody would ever take the values away again
-            return value
-        values, edited, running = state
+            return self._edited(value) if self._is_repeated() else value
+        values, edited, running, learning = state
         running.append(None)  # what is done here is nobody's operation
-        for change in self.changes:
-            new = change(value, self.site)
-            if new is not None and new is not value:
-                edits.check(value, new, self.site)
-                value = new
         if self.changes:
+            if not torch.compiler.is_compiling():
+                self._expect_repetition(learning)
+            value = self._edited(value)
             edited.append(self.key)
         if self.needed is not None:
-            kept = value if self.transform is None else self.transform(value)
+            checked = value if self.check is None or torch.compiler.is_compiling() else self.check(value)
             # The compiler drops a clone where nothing overwrites the value.
-            values[self.key].append(kept.clone() if isinstance(kept, Tensor) else tree.map_tensors(torch.clone, kept))
+            values[self.key].append(_cloned(checked if self.transform is None else self.transform(checked)))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
+                if self.before_end is not None:
+                    self.before_end()
                 raise Stop(self.scope_to_end)  # type: ignore[arg-type]
         running.pop()
         return value
+
+    def _edited(self, value: Any) -> Any:
+        for change in self.changes:
+            new = change(value, self.site)
+            if new is not None:
+                edits.check(value, new, self.site)
+                value = new
+        return value
+
+    # Activation checkpointing runs a part of a call again in the backward pass, and has to get the same values.
+
+    def _expect_repetition(self, learning: bool) -> None:
+        self.segments.note(0)
+        if learning and self.op is not None and self.segments.noted:
+            raise SessionError(
+                f"{self.site.shown!r} is edited in a checkpointed part of the model, which runs again in the backward "
+                "pass, when operations are not heard. Edit the output of a layer, or use th.edit(…) around both passes."
+            )
+
+    def _is_repeated(self) -> bool:
+        if not self.changes or torch.compiler.is_compiling() or _torch.graph_task() == -1:
+            return False
+        if self.segments.is_known():
+            self.segments.call_again(1)  # which notes the segments inside
+            return True
+        return False
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         raise NotImplementedError("operations are heard by a mode, and have no hook")
 
 
+def _cloned(value: Any) -> Any:
+    """A value with copies of its tensors; written out for what models mostly return, which old compilers follow."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _cloned(part) for key, part in value.items()}
+    if type(value) is list:
+        return [_cloned(part) for part in value]
+    if type(value) is tuple:
+        return tuple([_cloned(part) for part in value])
+    if isinstance(value, tree.Inputs):
+        return tree.Inputs(_cloned(value.args), _cloned(value.kwargs))
+    return tree.map_tensors(torch.clone, value)
+
+
 class _OutputTap(_StaticTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         value = self.pass_on(output)
-        return None if value is output else value
+        return value if self.changes else None
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return hooks.after_call(module, self)
@@ -175,9 +232,8 @@ class _OutputTap(_StaticTap):
 
 class _InputTap(_StaticTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passing = taps.as_value(args, kwargs)
-        value = self.pass_on(passing)
-        return None if value is passing else taps.as_arguments(value)
+        value = self.pass_on(taps.as_value(args, kwargs))
+        return taps.as_arguments(value) if self.changes else None
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return hooks.before_call(module, self, with_kwargs=True)
@@ -278,10 +334,7 @@ def _is_called(function: Any, operation: _Operation) -> bool:
 
 def _passed(function: Any, operation: _Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation.inputs is not None:
-        passing = taps.as_value(args, kwargs)
-        value = operation.inputs.pass_on(passing)
-        if value is not passing:
-            args, kwargs = taps.as_arguments(value)
+        args, kwargs = taps.as_arguments(operation.inputs.pass_on(taps.as_value(args, kwargs)))
     output = function(*args, **kwargs)
     if operation.outputs is None:
         return output

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchhook import _torch_compiler, edits
@@ -123,7 +124,7 @@ class Featured(Facade):
                 )
         attachment = hooks.Attachment()
         weakref.finalize(self, attachment.remove)
-        return Attached(wanted, changes, attachment, self.transform, self.stop)
+        return Attached(wanted, changes, attachment, Index(self.model), self.transform, self.stop)
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -148,6 +149,11 @@ class Featured(Facade):
             session.stop_when_seen(sites.values())
         with session as recording:
             output = self.model(*args, **kwargs)
+        if changes and torch.is_grad_enabled() and (sites_again := session.edited_in_segments):
+            raise SessionError(
+                f"{sites_again[0].shown!r} is edited in a checkpointed part of the model, which runs again in the "
+                "backward pass, when the hooks of this call are gone. Use attach=True, or th.edit around both passes."
+            )
         for path, target in [*wanted, *((target.site.shown, target) for target, _ in changes)]:
             if target.site in recording.missing:
                 raise _never_ran(path, target, recording.missing[target.site])

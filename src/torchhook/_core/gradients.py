@@ -28,7 +28,7 @@ from torchhook._core.keep import Keep
 from torchhook._core.listening import Alias, Listener, is_unused, listen, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
-from torchhook._core.writes import Step, TensorHook, counts_versions, root, step_of
+from torchhook._core.writes import TensorHook, counts_versions, root
 from torchhook._torch import graph_task, version
 from torchhook._values import tree
 
@@ -88,7 +88,7 @@ class GradTap(Tap):
 
     def __init__(self, label: str, session: Scope) -> None:
         super().__init__(label)
-        self._without_grad: dict[int, dict[str, Step | None]] = {}
+        self._without_grad: dict[int, set[str]] = {}
         self._session = session
         self._arrivals: dict[int, tuple[int, dict[int, Tensor]]] = {}
 
@@ -117,26 +117,22 @@ class GradTap(Tap):
         Where the first run built a graph, backward goes through that one; a reentrant checkpoint runs first without
         gradients, and its recomputation is what counts, tensor by tensor.
         """
-        lacking = self._without_grad.pop(call, {}) if again else None
-
-        def counts(address: str, leaf: Tensor) -> bool:
-            if not _differentiable(leaf):
-                return False
-            if lacking is None:
-                return True
-            # The very tensor may pass again, and is listened to already.
-            return address in lacking and (lacking[address] is None or lacking[address] != _step(leaf))
-
-        blind = not torch.is_grad_enabled()  # what passes may be on a graph, and what counts still be the recomputation
+        lacking = self._without_grad.pop(call, set()) if again else None
+        # What passes may be on a graph, and what counts still be the recomputation.
+        later = not torch.is_grad_enabled() and _torch.will_run_again()
         if isinstance(value, Tensor):
-            if blind or not _differentiable(value):
-                self._without_grad[call] = {"": _step(value)}
-            return take(value, lambda grad: self._arrived(grad, call)) if counts("", value) else value
+            if later or not _differentiable(value):
+                self._without_grad[call] = {""}
+            elif lacking is None or lacking:
+                return take(value, lambda grad: self._arrived(grad, call))
+            return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
-        without = {address: _step(leaf) for address, leaf in leaves if blind or not _differentiable(leaf)}
+        able = [] if later else [(address, leaf) for address, leaf in leaves if _differentiable(leaf)]
+        without = {address for address, _ in leaves} - {address for address, _ in able}
         if without or not leaves:
             self._without_grad[call] = without
-        return self._wait_for_several(value, call, [part for part in leaves if counts(*part)], take, apart)
+        found = [(address, leaf) for address, leaf in able if lacking is None or address in lacking]
+        return self._wait_for_several(value, call, found, take, apart)
 
     def _wait_for_several(self, value: Any, call: int, found: list[Leaf], take: Take, apart: Take | None) -> Any:
         if not found:
@@ -335,11 +331,6 @@ def _roots(tensors: Iterable[Tensor]) -> set[int]:
 
 def _can_alias(leaf: Tensor) -> bool:
     return leaf.layout == torch.strided and not leaf.is_nested
-
-
-def _step(leaf: Tensor) -> Step | None:
-    """The step of the graph that made a tensor, aliases aside, if a gradient can arrive there."""
-    return step_of(original(leaf)) if _differentiable(leaf) else None
 
 
 def _differentiable(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -192,17 +193,22 @@ class _EagerStance:
         self._scopes: frozenset[Scope | None] = frozenset()
         self._restore: Callable[[], None] | None = None
         self.said = False
+        self._looked_at: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
-    def say_once(self, is_compiled: Callable[[], bool]) -> None:
+    def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        if self.said or not _torch.compiler_is_loaded() or not is_compiled():
+        if self.said or not _torch.compiler_is_loaded():
             return
-        self.said = True
-        warn(
-            "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. For "
-            " compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
-            CompiledWarning,
-        )
+        # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
+        parts = [model] if self._looked_at.get(id(model)) is model else model.modules()
+        self._looked_at[id(model)] = model
+        if any(_torch_compiler.is_compiled(part) for part in parts):
+            self.said = True
+            warn(
+                "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. "
+                "For compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
+                CompiledWarning,
+            )
 
     def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
         """Force eager until the returned function is called, or ``release`` with the same ``holder``.
@@ -214,6 +220,8 @@ class _EagerStance:
             with self._turn:
                 self._holders[holder] = scope
                 self._settle()
+            # Nobody begins from here on; who has begun would find hooks in the model that were not there before.
+            _torch_compiler.wait_for_compiling()
         return lambda: self.release(holder)
 
     def release(self, holder: object) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import count
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -24,10 +25,12 @@ _tokens = count()
 class Segments:
     """Which calls of one tap belong to which checkpointed segment."""
 
-    __slots__ = ("_again", "_calls")
+    __slots__ = ("_again", "_calls", "_forgotten", "_waiting")
 
     def __init__(self) -> None:
         self._calls: dict[int, list[int]] = {}
+        self._forgotten = -1
+        self._waiting: dict[int, ref[Any]] = {}
         self._again: tuple[int | None, int, int] = (None, -1, 0)
 
     def note(self, call: int) -> None:
@@ -38,9 +41,34 @@ class Segments:
         for segment in _torch.segments()[1]:
             self._note(segment, call)
 
+    @property
+    def noted(self) -> bool:
+        """Whether any call was in a segment, and may run again."""
+        return bool(self._calls)
+
+    def is_waiting(self) -> bool:
+        """Whether a segment that was noted may still be recomputed: its graph is alive, and its turn did not come."""
+        alive = [segment for segment in (waiting() for waiting in self._waiting.values()) if segment is not None]
+        # One that still runs has opened the session itself, and will do so again.
+        running = set(map(id, _torch.segments()[1])) if alive else ()
+        return any(id(segment) not in running for segment in alive)
+
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
         return bool(self._calls) and getattr(_torch.segments()[0], _MARK, None) in self._calls
+
+    def is_older(self) -> bool:
+        """Whether the running call is in a segment that first ran before the session: nothing of it may change."""
+        segment = _torch.segments()[0]
+        token = getattr(segment, _MARK, None)
+        if segment is None or token in self._calls or not _torch.understands_checkpoints():
+            return False
+        if token is not None and token <= self._forgotten:
+            raise SessionError(
+                f"more than {_REMEMBERED} checkpointed segments ran before the backward pass of this one, so that "
+                "TorchHook no longer knows which call it is. Run backward earlier, or without activation checkpointing."
+            )
+        return True
 
     def call_again(self, ran: int) -> int:
         """The index that a recomputed call had the first time."""
@@ -53,6 +81,7 @@ class Segments:
         self._again = (key, task, position)
         if known is None:
             return self._guess(ran, position)
+        self._waiting.pop(key, None)
         call = known[position % len(known)]
         for segment in inside:
             self._note(segment, call)
@@ -74,6 +103,11 @@ class Segments:
         if token is None:
             token = next(_tokens)
             setattr(segment, _MARK, token)
+        if token not in self._calls:
+            self._waiting[token] = ref(segment)
         if token not in self._calls and len(self._calls) >= _REMEMBERED:
-            del self._calls[next(iter(self._calls))]
+            oldest = next(iter(self._calls))
+            self._forgotten = max(self._forgotten, oldest)
+            del self._calls[oldest]
+            self._waiting.pop(oldest, None)
         self._calls.setdefault(token, []).append(call)

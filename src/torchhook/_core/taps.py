@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchhook._core.hooks import after_call, before_call
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._torch import graph_task
-from torchhook._values import tree
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -59,7 +57,19 @@ listening: set[Any] = set()
 class Tap:
     """What passes one site: counted, edited, looked at."""
 
-    __slots__ = ("_segments", "aliases", "calls", "edits", "elsewhere", "label", "looks", "ran", "recomputed", "scope")
+    __slots__ = (
+        "_made_in",
+        "_segments",
+        "aliases",
+        "calls",
+        "edits",
+        "elsewhere",
+        "label",
+        "looks",
+        "ran",
+        "recomputed",
+        "scope",
+    )
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
@@ -73,6 +83,7 @@ class Tap:
         self.elsewhere = 0
         self.recomputed = 0
         self._segments: Segments | None = None
+        self._made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
 
     @property
     def segments(self) -> Segments:
@@ -80,6 +91,11 @@ class Tap:
         if self._segments is None:
             self._segments = Segments()
         return self._segments
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a call of this may still be recomputed."""
+        return self._segments is not None and self._segments.is_waiting()
 
     # A copied or unpickled model must not write into the recording of the original, and must load
     # where torchhook is not installed: the copy of a tap is a do-nothing from the standard library.
@@ -111,16 +127,18 @@ class Tap:
             return self._take(value, source)
 
     def _take(self, value: Any, source: Any) -> Any:
-        again = self.recomputing
+        again, changes = self.recomputing, bool(self.edits or self.aliases)
+        if changes and graph_task() not in (-1, self._made_in) and self.segments.is_older():
+            return value
         if again:
             self.recomputed += 1
-            if not self.edits and not self.aliases:
+            if not changes:
                 return value  # looks have seen it before
             call = self.segments.call_again(self.ran)
         else:
             call = next(self.calls)
             self.ran = call + 1
-            if self.edits or self.aliases:
+            if changes:
                 self.segments.note(call)
         for edit in self.edits:
             value = edit(value, call)
@@ -191,25 +209,6 @@ class InputTap(Tap):
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         return before_call(module, self, with_kwargs=True)
-
-
-class StaticTap(Tap):
-    """A forward hook that the compiler can follow: it only puts clones into a list.
-
-    The compiler drops a clone where nothing overwrites the value.
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, label: str, values: list[Any]) -> None:
-        super().__init__(label)
-        self.values = values
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.values.append(output.clone() if isinstance(output, Tensor) else tree.map_tensors(torch.clone, output))
-
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return after_call(module, self)
 
 
 class EnterTap(Tap):

@@ -16,7 +16,7 @@ from torch import nn
 
 from torchhook._recording import arrays
 from torchhook._recording.records import Recording
-from torchhook.errors import RecordingFileError
+from torchhook.errors import RecordingFileError, TorchVersionError
 
 Side: TypeAlias = "Recording | nn.Module | torch.export.ExportedProgram | Mapping[str, Any] | str | os.PathLike[str]"
 
@@ -28,14 +28,24 @@ def runnable(side: Any, name: str) -> Any:
     if isinstance(side, (str, os.PathLike)) and Path(side).suffix == _PROGRAM:
         side = _program(Path(side))
     if isinstance(side, torch.export.ExportedProgram):
-        with _quiet():
-            return torch.export.unflatten(side)
+        return _layers(side)
     if isinstance(side, (Recording, nn.Module, Mapping, str, os.PathLike)):
         return side
     raise TypeError(
         f"{name} is a {type(side).__name__}: diff compares models, exported programs, recordings, mappings of arrays "
         f"by address, and files of them ({', '.join((_PROGRAM, *arrays.FILES))})."
     )
+
+
+def _layers(program: torch.export.ExportedProgram) -> nn.Module:
+    try:
+        with _quiet():
+            return torch.export.unflatten(program)
+    except RuntimeError as error:  # torch 2.6 loses the names of some layers when it exports with strict=True
+        raise TorchVersionError(
+            f"torch {torch.__version__} cannot make layers of the program again ({error}). Export the model with "
+            "strict=False, or compare it with a newer torch."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from torchhook._extract import inputs
 from torchhook._extract.batches import Batch
 from torchhook._extract.fill import Extras, extra_columns, site_columns
 from torchhook._extract.forward import Forward
@@ -23,7 +24,7 @@ from torchhook._extract.task import FirstBatch
 from torchhook._features.api import ColumnSpec, Manifest, shown
 from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
-from torchhook.errors import ExtractError
+from torchhook.errors import DataWarning, ExtractError, warn
 
 T = TypeVar("T")
 SHARD_BYTES = 64 << 20  # so many, times four slabs, is the memory that features take
@@ -134,6 +135,7 @@ def _first(
 def _measured(
     forward: Forward, batch: Batch, extras: Extras, device: torch.device, dtype: torch.dtype | None
 ) -> Measure:
+    _tell_unused(forward, batch.value, extras)
     good = batch.good
     said = extras.padding(batch.value, batch.start, good)
     found: dict[str, tuple[ColumnSpec, int]] = {}
@@ -164,6 +166,19 @@ def _measured(
     nbytes = sum(nbytes for _, nbytes in found.values())
     columns = (*(found[name][0] for name in dict.fromkeys(ordered)), *own)
     return Measure(columns, -(-nbytes // len(good)), len(good), seconds, FirstBatch(batch, values))
+
+
+def _tell_unused(forward: Forward, batch: Any, extras: Extras) -> None:
+    if forward.input_fn is not None:
+        return
+    unused = inputs.unused_parts(batch, extras.ids, extras.labels, extras.lengths)
+    if unused:
+        places = " and ".join(map(str, unused))
+        warn(
+            f"each batch has {len(batch)} parts, and the model is called with the first: {places} reach neither it nor "
+            "the store. input_fn=lambda batch: ... says what to call it with, labels= and ids= what to keep.",
+            DataWarning,
+        )
 
 
 def _timed(function: Callable[[], None], device: torch.device) -> float:

@@ -137,6 +137,26 @@ def labels_of(batch: Any) -> Any:
     return list(found) if texts and found is not None else None
 
 
+def unused_parts(batch: Any, *named: Any) -> list[int]:
+    """The tensors of a batch that reach neither the model nor the store, beyond an input and its target.
+
+    ``named`` are what the user has said of ids, labels and lengths: places in the batch, or functions of it.
+
+    >>> unused_parts([torch.ones(2, 3), torch.ones(2), torch.ones(2)])
+    [1, 2]
+    >>> unused_parts([torch.ones(2, 3), torch.ones(2), torch.ones(2)], 1, lambda batch: batch[2])
+    []
+    """
+    if fields_of(batch) is not None or not isinstance(batch, (tuple, list)) or len(batch) < 3:
+        return []
+    if any(callable(part) for part in named):  # who knows what it reads
+        return []
+    used = {0, *(part for part in named if type(part) is int)}
+    if mask_beside(batch) is not None:
+        used |= {1} if labels_of(batch) is None else {1, 2}
+    return [place for place, part in enumerate(batch) if place not in used and isinstance(part, Tensor)]
+
+
 def part_of(batch: Any, part: str | int | Callable[[Any], Any], keyword: str) -> Any:
     """The part of a batch that ``ids=``, ``labels=`` or ``lengths=`` names."""
     if callable(part):

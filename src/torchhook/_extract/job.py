@@ -190,6 +190,8 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set() if request.replaces else set(found.sizes).difference(again)
+    if request.skip:
+        task.skips.stored(sum(len(entry.skipped) for shard, entry in found.known.items() if shard in there))
     todo = manifest.missing(there)
     estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
     freed = sum(found.sizes.values()) if request.replaces else 0

@@ -38,6 +38,15 @@ class Skips:
             return max(LEAST, SHARE * rows)
         return self.most * rows if isinstance(self.most, float) else self.most
 
+    def stored(self, count: int) -> None:
+        """Rows that earlier calls have skipped count too: else every call could skip as many again."""
+        self.count = count
+        if self.most is not None and count > self.limit():
+            raise ExtractError(
+                f"earlier calls have skipped {count} row{'s' * (count != 1)} of the store, more than "
+                f"max_skipped={self.most} allows. retry_skipped=True does them again."
+            )
+
     def add(self, row: int, why: str) -> None:
         with self._lock:
             self.count += 1

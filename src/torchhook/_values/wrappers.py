@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchhook import _torch
 
-_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+_ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 # What a class may raise that has no answer to an operation.
 _NO_ANSWER = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
