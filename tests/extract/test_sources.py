@@ -225,6 +225,19 @@ def test_a_loader_of_ones_own_that_shuffles_is_refused(tmp_path):
         E(same(), Doubling(TensorDataset(X), 8, shuffle=True), "0", tmp_path)
 
 
+class Sum(nn.Module):
+    def forward(self, x, y, label=None):
+        assert label is None
+        return x + y
+
+
+def test_a_field_that_forward_must_have_is_an_input_though_it_be_called_like_a_label(tmp_path):
+    rows = [{"x": x, "y": x, "label": i} for i, x in enumerate(X)]
+    features = E(Sum(), rows, "(model)", tmp_path)
+    assert torch.equal(features["(model)"][:], X * 2)
+    assert features.labels[:].tolist() == list(range(40))
+
+
 def test_parts_of_a_batch_that_nobody_gets_are_told(tmp_path):
     ids = torch.randint(1, 9, (8, 3), generator=torch.Generator().manual_seed(0))
     mask, types = torch.ones_like(ids), torch.zeros_like(ids)

@@ -18,6 +18,7 @@ from torchhook.errors import ExtractError, suggestion
 Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | None"
 """A key or position in the batch, a function of the batch, or one value for every row of the data set."""
 
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _MASKS = ("attention_mask", "mask")
 _LABELS = ("label", "labels", "target", "targets", "y")
 # Even where forward takes them: models of transformers have a parameter for labels, and compute a loss if it is given.
@@ -99,7 +100,9 @@ def fields_of(batch: Any) -> dict[str, Any] | None:
 
 def _keywords(fields: dict[str, Any], model: nn.Module) -> Inputs:
     parameters = inspect.signature(model.forward).parameters
-    given = {key: value for key, value in fields.items() if key not in _NOT_INPUTS}
+    # What cannot be left out is an input, whatever it is called.
+    needed = {name for name, p in parameters.items() if p.default is p.empty and p.kind not in _SEVERAL}
+    given = {key: value for key, value in fields.items() if key not in _NOT_INPUTS or key in needed}
     named = {key: value for key, value in given.items() if key in parameters}
     if named:
         return Inputs((), named)
