@@ -8,10 +8,12 @@ import contextvars
 class Scope:
     """The identity of one open session."""
 
-    __slots__ = ("closed", "stopped_at")
+    __slots__ = ("closed", "runs_eagerly", "stopped_at")
 
     def __init__(self) -> None:
         self.closed = False
+        self.runs_eagerly = False
+        """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
         self.stopped_at: str | None = None
 
     def enter(self) -> None:
