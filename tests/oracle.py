@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib.util
 import random
+import subprocess
 import sys
+import textwrap
+import unittest
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -276,3 +280,11 @@ def in_threads(*work: Callable[[], Any]) -> list[Any]:
     """What each function returns, or the error that it raises, run in threads at the same time."""
     with ThreadPoolExecutor(len(work)) as pool:
         return [future.result(timeout=60) for future in [pool.submit(job) for job in work]]
+
+
+def run_with_jax(code: str) -> None:
+    """Run code in a process of its own: where JAX was imported, no data loader may fork any more."""
+    if importlib.util.find_spec("jax") is None:
+        raise unittest.SkipTest("JAX is not installed")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -136,6 +136,16 @@ def test_numbers_are_the_trainers_own(events: Any) -> None:
     assert [snapshot.step for snapshot in w.history] == [104, 108]
 
 
+def test_a_training_after_one_that_failed_has_its_own_numbers(events: Any) -> None:
+    net = model()
+    w = watch(net)
+    callback = w.callback()
+    callback.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    callback.on_step_begin(None, SimpleNamespace(global_step=50), None)  # and an error, of which nobody is told
+    train_by_events(net, [callback])
+    assert [snapshot.step for snapshot in w.history][-BATCHES:] == list(range(BATCHES))
+
+
 @pytest.mark.parametrize("steps", ["calls", "manual"])
 def test_a_watch_that_is_open_already_stays_open(events: Any, steps: Any) -> None:
     net = model()

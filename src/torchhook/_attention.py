@@ -54,11 +54,11 @@ def attention(
         # Where else the model attends is only for the error, should the chosen modules never do.
         for key in every.keys() - chosen.keys():
             _look(session, every[key], index.distinct[key], _notices(index.distinct[key], every[key], others))
-    keep = Keep(device=device)
+    keep, names = Keep(device=device), list[tuple[str, str]]()
+    recording.other_names = lambda: names
     for key, path in chosen.items():
         module = index.distinct[key]
-        for name in index.names(module):
-            recording.add_alias(name, path)
+        names += [(name, path) for name in index.names(module) if name != path]
         put = keep.recorder(recording.open_store(Site(path)).put, recording.order)
         _look(session, path, module, _looks(module, put))
     with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:

@@ -72,6 +72,11 @@ class _Events:
         """Whether a step has begun that the optimizer has not ended."""
         self._steps = 0
 
+    def _began(self) -> None:
+        # Hugging Face tells nobody of an exception: the step in which the last training ended is no part of this one.
+        self._running = False
+        self._fit.began()
+
     def _begin(self, number: int) -> None:
         if not self._running:
             self._running, self._steps = True, number
@@ -89,7 +94,7 @@ class _Events:
     # -- Lightning ---------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._fit.began()
+        self._began()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._begin(trainer.global_step)
@@ -112,7 +117,7 @@ class _Events:
     # -- Hugging Face ------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._fit.began()
+        self._began()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._begin(state.global_step)

@@ -187,19 +187,20 @@ class _Shortened:
         self.together = Together("clipped")
         self._index = index
         self._bound = bound
-        self._reduced = True
+        self._waiting: dict[int, Home] = {}
         self._end = AtEnd(self._clip)
 
     def limit(self, grad: Tensor) -> None:
         self._end.ask()
 
     def arrived(self, home: Home) -> None:
-        self._reduced = self._reduced and home.is_reduced
+        self._waiting[id(home.parameter)] = home
         self._end.ask()
 
     def _clip(self) -> None:
-        reduced, self._reduced = self._reduced, True
-        if not reduced:
+        waiting, self._waiting = self._waiting, {}
+        # Only now: while gradients arrive, FSDP1 still has those of the last pass in their place.
+        if not all(home.is_reduced for home in waiting.values()):
             return  # a pass whose gradients will be reduced with those of a later one
         homes = Homes(self._index)
         # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.

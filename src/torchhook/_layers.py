@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
+from torchhook._core.functional import Listener
 from torchhook._core.index import Index, is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Target
@@ -160,7 +161,8 @@ def ops(model: nn.Module, inputs: Any) -> Ops:
     they were: modes, buffers, caches, gradients, random numbers.
     """
     session = Session(model)
-    listener = session.listen()
+    listener = Listener(session.scope)
+    session.listen(listener)
     with calling.undisturbed(model), session:
         calling.call(model, calling.arguments(inputs))
     index = session.index

@@ -275,6 +275,11 @@ def times_running(module: nn.Module) -> int:
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
 
 
+def innermost_module() -> nn.Module | None:
+    """The module whose call is the latest under way in this thread."""
+    return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
+
+
 def in_fsdp() -> bool:
     """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
     if "torch.distributed.fsdp" not in sys.modules:

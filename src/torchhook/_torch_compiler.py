@@ -64,6 +64,16 @@ def after_compiled_call(module: nn.Module, change: Callable[[Any], Any]) -> None
 # -- what is done with compiled code ------------------------------------------------------------------
 
 
+_PATIENCE = 60.0  # seconds: what is compiled might wait for the one who waits for it
+
+
+def wait_for_compiling() -> None:
+    """Return when no other thread is compiling, or after a minute."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    if hasattr(lock, "acquire") and lock.acquire(timeout=_PATIENCE):
+        lock.release()
+
+
 class _Stance:
     """Stands for torch's record of what is done with compiled code, which is one for all threads."""
 

@@ -25,8 +25,8 @@ NeverRanWarning          (UserWarning)                 the exit report of a sess
 NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
 GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
 TrainingWarning          (UserWarning)                 a watched training run looks wrong
-TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
 RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
+TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
 CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
 PaddingWarning           (UserWarning)                 padding gets into the features that are kept
 DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
@@ -190,12 +190,12 @@ class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
-class TorchVersionWarning(UserWarning):
-    """This version of torch is newer than any that TorchHook was tested with."""
-
-
 class RecomputeWarning(UserWarning):
     """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This version of torch is newer than any that TorchHook was tested with."""
 
 
 class CompiledWarning(UserWarning):

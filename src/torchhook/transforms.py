@@ -232,7 +232,8 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
 
 
 def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    mask = padding.mask_of(tensor) if tensor.dim() > 2 and (dims is None or 1 in dims) else None
+    named = None if dims is None else {dim % tensor.dim() for dim in dims}
+    mask = padding.mask_of(tensor) if tensor.dim() > 2 and (named is None or 1 in named) else None
     if mask is None:
         return by_row(tensor, dims)
     # Each row by itself: five statistics with a mask would be five chances to let padding in.

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,3 +136,26 @@ def test_one_wrapper_around_another_and_around_itself_keep_their_own(net: Net) -
     features, (inside, output) = outer(x)
     assert torch.equal(inside["a"], F.linear(x, net.a.weight, net.a.bias))
     assert torch.equal(features["model.b"], output)
+
+
+def test_a_session_waits_for_what_another_thread_compiles() -> None:
+    # Hooks that come and go in the middle of that are an error in the other thread, deep in the compiler.
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(2, 3)
+    compiling, opened = threading.Event(), threading.Event()
+    early: list[bool] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiling.set()
+        early.append(opened.wait(0.5))
+        return graph.forward
+
+    compiled = torch.compile(th.FeatureLayers(model, ["0"], attach=True), fullgraph=True, backend=backend)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(compiled, x)
+        assert compiling.wait(60)
+        with th.capture(model, "0") as rec:
+            opened.set()
+            model(x)
+        assert torch.equal(other.result()[0]["0"], model[0](x))
+    assert early == [False]
+    assert torch.equal(rec["0"], model[0](x))

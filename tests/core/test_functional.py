@@ -772,3 +772,56 @@ def test_operations_in_every_gradient_mode(mode: Any) -> None:
     assert torch.equal(rec["/mul"], plain)
     assert torch.equal(rec["/relu"] * 2, plain)
     assert torch.equal(rec["/add_"], rec["lin/linear"] + X)
+
+
+# -- only where it is asked for -----------------------------------------------------------------------------------
+
+
+class Stranger(nn.Module):
+    """Calls a module that is no child of its own, and its own grandchild directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Sequential(Apply(torch.relu)))
+        self.aside = [Apply(lambda x: torch.relu(x) + 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.aside[0](x)
+        x = self.block[0][0](x - 3)
+        return torch.relu(x - 1)
+
+
+def test_operations_of_a_module_that_is_no_child_are_not_its_callers() -> None:
+    net, x = nn.Sequential(Stranger()), X
+    with th.capture(net, "0/relu") as rec:
+        out = net(x)
+    assert len(rec.all("0/relu")) == 1
+    assert torch.equal(rec["0/relu"], out)
+    with th.edit(net, {"0/relu": edits.zero()}):
+        assert net(x).abs().sum() == 0
+
+
+def test_nothing_is_listened_to_outside_of_the_selected_modules() -> None:
+    modes: dict[str, int] = {}
+
+    def note(name: str) -> Apply:
+        def run(x: Tensor) -> Tensor:
+            modes[name] = len(_get_current_function_mode_stack())
+            return torch.relu(x)
+
+        return Apply(run)
+
+    net = nn.Sequential(note("before"), nn.Sequential(note("inside")), note("after"))
+    with th.capture(net, "1.0/relu") as rec:
+        net(X)
+    assert modes == {"before": 0, "inside": 1, "after": 0}
+    assert list(rec) == ["1.0/relu"]
+
+
+def test_functions_that_nobody_asked_for_are_let_through_once_the_first_was_heard() -> None:
+    net = nn.Sequential(Apply(lambda x: F.dropout(torch.relu(x).abs().abs(), 0.0)))
+    with th.capture(net, "0/relu", "0/dropout:input") as rec:
+        for _ in range(3):
+            net(X)
+    assert [len(rec.all(site)) for site in ("0/relu", "0/dropout:input")] == [3, 3]
+    assert torch.equal(rec.all("0/dropout:input")[-1].args[0], X.relu())

@@ -362,7 +362,7 @@ def test_numpy_views_of_the_callers_input_follow_it_after_the_session() -> None:
 def test_what_the_model_owns_and_what_it_was_called_with_are_not_shared(door) -> None:
     owned, first, second = torch.rand(3), torch.rand(3), torch.rand(3)
     keep = Keep()
-    keep.owns([owned])
+    keep.owned_by(lambda: [owned])
     for called_with, free in ((first, second), (second, first)):
         keep.called_with([called_with])
         for outliving in (owned, called_with):

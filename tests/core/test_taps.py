@@ -198,3 +198,13 @@ def test_a_first_call_inside_a_backward_pass_is_a_call_like_any_other() -> None:
     y.sum().backward()
     assert kept == [0]
     assert tap.recomputed == 0
+
+
+@pytest.mark.parametrize("kind", [OutputTap, InputTap])
+def test_code_that_is_being_compiled_elsewhere_does_not_meet_the_session(kind: Any) -> None:
+    # The compiler may be in the middle of a model when another thread opens a session on it.
+    tap, linear = kind("fc", Scope()), nn.Linear(2, 2)
+    handle = tap.attach(linear)
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(linear, fullgraph=True, backend="eager")(x), linear(x))
+    handle.remove()

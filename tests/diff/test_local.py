@@ -188,3 +188,13 @@ def test_the_models_are_left_as_they_were() -> None:
     diff(a, b, image(), local=True)
     assert all(torch.equal(value, before[name]) for name, value in b.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for one in (a, b) for m in one.modules())
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it will change these
+def test_nested_tensors_without_a_shape_are_fed() -> None:
+    a = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    b = copy.deepcopy(a)
+    with torch.no_grad():
+        b[0].bias += 1
+    found = diff(a, b, torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)]), local=True)
+    assert [row.site for row in found if not row.ok] == ["0"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.diff.nets import Net, image, net
+from tests.oracle import run_with_jax
 from torchhook._capture import capture
 from torchhook._diff.api import diff
 from torchhook._diff.sides import runnable
@@ -232,11 +233,13 @@ def test_onnx_runtime_agrees_with_the_model_that_was_exported(tmp_path: Path) ->
 
 @pytest.mark.shows("Data: diff with JAX")
 def test_jax_agrees_with_a_layer_worked_out_there() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    model = two_layers()
-    hidden = jax.numpy.array(X.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
-    assert diff(model, {"0": hidden}, X).ok
-    assert not diff(model, {"0": hidden + 1}, X).ok
+    run_with_jax("""
+        import jax, torch, torchhook as th
+        model, x = torch.nn.Sequential(torch.nn.Linear(3, 4, bias=False), torch.nn.ReLU()), torch.randn(2, 3)
+        hidden = jax.numpy.array(x.numpy()) @ jax.numpy.array(model[0].weight.detach().numpy()).T
+        assert th.diff(model, {"0": hidden}, x).ok
+        assert not th.diff(model, {"0": hidden + 1}, x).ok
+    """)
 
 
 def test_a_models_process_is_left_as_it_was_beside_arrays() -> None:

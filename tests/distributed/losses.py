@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 
 import torchhook as th
-from tests.distributed.models import Net, batch, fsdp1, fsdp2, gradients, loss, net, share
+from tests.distributed.models import WRAPPED, Net, batch, fsdp1, fsdp2, gradients, loss, net, share
 from torchhook import edits
 
 INSIDE = ["blocks.0.a", "blocks.0.b:input", "blocks.0.b.weight", "head.weight"]
@@ -29,6 +29,42 @@ def alone() -> Any:
                 found[kind, site] = gradients(model) if kind == "fsdp2" else "no error"
             except th.errors.SessionError as error:
                 found[kind, site] = str(error)
+    return found
+
+
+def attached() -> Any:
+    """The same with hooks that stay."""
+    found = {}
+    for site in ["blocks.0.a", "blocks.0"]:
+        model = fsdp2()
+        features = th.FeatureExtractor(model, [site], attach=True)(share(batch()))
+        try:
+            features[site].pow(2).sum().backward()
+            found[site] = gradients(model)
+        except th.errors.SessionError as error:
+            found[site] = str(error)
+    return found
+
+
+def ended_early() -> Any:
+    """A loss on a feature at which the forward pass ended: the wrapper never learned that a backward pass comes."""
+    found: dict[Any, Any] = {}
+    for kind, make in WRAPPED.items():
+        for attach in (False, True):
+            model: nn.Module = make()
+            extractor = th.FeatureExtractor(model, ["blocks.0"], stop=True, attach=attach)
+            with torch.no_grad():
+                found[kind, attach, "value"] = extractor(share(batch()))["blocks.0"]
+            try:
+                loss(extractor(share(batch()))["blocks.0"]).backward()
+                found[kind, attach] = gradients(model)
+            except th.errors.SessionError as error:
+                found[kind, attach] = str(error)
+    around = nn.parallel.DistributedDataParallel(
+        th.FeatureExtractor(net(), ["blocks.0"], stop=True), find_unused_parameters=True
+    )
+    loss(around(share(batch()))["blocks.0"]).backward()
+    found["around"] = {name.removeprefix("model."): grad for name, grad in gradients(around).items()}
     return found
 
 
@@ -147,6 +183,8 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         alone,
+        attached,
+        ended_early,
         added,
         tensor_parallel,
         tensor_parallel_edits,

@@ -83,9 +83,10 @@ def test_gradient_clipper_limits_what_the_optimizer_sees(found: Results, kind: s
         close(after[kind], clamped(alone()))
 
 
-def test_a_pass_that_is_not_reduced_is_limited_with_the_one_that_is(found: Results) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_that_is_not_reduced_is_limited_with_the_one_that_is(found: Results, kind: str) -> None:
     for after in found["without_sync"]:
-        close(after, shortened(alone(passes=2)))
+        close(after[kind], shortened(alone(passes=2)))
 
 
 @pytest.mark.shows("Sharded training: one rank alone that clips", error="SessionError")

@@ -58,6 +58,29 @@ def test_a_loss_that_comes_through_an_output_of_fsdp_gives_the_gradients_of_a_si
         assert after["fsdp1", site] == "no error"
 
 
+def test_hooks_that_stay_refuse_such_a_loss_too(found: Results) -> None:
+    model = net()
+    (model.blocks[0](batch()).pow(2).sum() / 2).backward()
+    for after in found["attached"]:
+        assert "'blocks.0.a': a loss on this value alone would lose the gradients" in after["blocks.0.a"]
+        close(after["blocks.0"], grads(model))
+
+
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_loss_on_what_the_forward_pass_ended_at_is_right_or_refused(found: Results, attach: bool) -> None:
+    model = net()
+    output = model.blocks[0](batch())
+    loss(output).backward()
+    for rank, after in enumerate(found["ended_early"]):
+        for kind in ("ddp", "fsdp1", "fsdp2"):
+            close(after[kind, attach, "value"], output.chunk(2)[rank].detach())
+        assert "stop=True" in after["ddp", attach]
+        assert "DistributedDataParallel" in after["ddp", attach]
+        assert "FullyShardedDataParallel" in after["fsdp1", attach]
+        close(after["fsdp2", attach], grads(model))
+        close(after["around"], grads(model))
+
+
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("site", ["blocks.0.a", "blocks.0.b:input", "blocks.0"])
 def test_a_loss_that_is_added_to_one_on_the_output_is_right(found: Results, kind: str, site: str) -> None:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import torchhook as th
 from tests.values.wrapped import Wrapped
 from torchhook import edits
 from torchhook._capture import run
+from torchhook.errors import EditError
 
 SCALE, ZERO = 0.05, 20
 VECTOR = torch.tensor([1.0, -1.0, 0.5])
@@ -129,5 +131,40 @@ def test_fake_tensors_are_patched() -> None:
 def test_a_wrapped_value_is_changed_as_a_plain_one(edit: Any, change: Any) -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     found, _ = run(model, Wrapped(X), edit={"0": edit})
-    numbers = found.inner if isinstance(found, Wrapped) else found
-    assert torch.equal(numbers, change(X))
+    assert isinstance(found, Wrapped)
+    assert torch.equal(found.inner, change(X))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it will change these
+@pytest.mark.parametrize(
+    ("edit", "by_hand"),
+    [
+        (edits.add(torch.arange(4.0)), lambda row: row + torch.arange(4.0)),
+        (edits.scale(2.0), lambda row: row * 2),
+        (edits.zero(), torch.zeros_like),
+        (edits.clamp(0, 1), lambda row: row.clamp(0, 1)),
+        (edits.replace(0.5), lambda row: torch.full_like(row, 0.5)),
+        (lambda value: value * 2, lambda row: row * 2),
+    ],
+)
+def test_the_rows_of_a_nested_tensor_that_has_no_shape_are_edited(edit: Any, by_hand: Any) -> None:
+    # nn.TransformerEncoder makes one in eval mode, of a batch and its padding mask.
+    rows = [torch.randn(2, 4), torch.randn(5, 4)]
+    model = nn.Sequential(nn.Identity())
+    with th.edit(model, {"0": edit}):
+        found = model(torch.nested.nested_tensor(rows))
+    for row, now in zip(rows, found.unbind(), strict=True):
+        assert torch.equal(now, by_hand(row))
+
+
+def fewer(value: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor([row[:1] for row in value.unbind()])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_edits_of_nested_tensors_that_make_no_sense_are_refused() -> None:
+    nested, model = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(5, 4)]), nn.Sequential(nn.Identity())
+    with pytest.raises(EditError, match="mean needs dims that all rows share"), th.edit(model, {"0": edits.mean()}):
+        model(nested)
+    with pytest.raises(EditError, match="changes the shape"), th.edit(model, {"0": fewer}):
+        model(nested)

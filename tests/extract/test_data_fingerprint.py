@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from torchhook._extract import sources
 from torchhook._extract.api import ImageFolder, extract
+from torchhook._extract.data_fingerprint import of_data
 from torchhook.errors import DataWarning, StoreMismatchError
 
 E = functools.partial(extract, progress=False, rows_per_shard=10, batch_size=5)
@@ -164,6 +166,17 @@ def test_data_that_does_not_repeat_is_said_to_be_so_and_can_still_be_gone_on_wit
     (tmp_path / "shards" / "s000000002.safetensors").unlink()
     with pytest.warns(DataWarning):
         assert len(E(same(), Noisy(X), "0", tmp_path)) == 60
+
+
+class Flipped(Map):
+    def __getitem__(self, i):
+        return super().__getitem__(i) * (1 if torch.rand(()) < 0.5 else -1)
+
+
+def test_data_that_is_the_same_every_other_time_is_found_not_to_repeat():
+    for seed in range(40):
+        torch.manual_seed(seed)
+        assert not of_data(sources.source(Flipped(X), 5, 0, False), None, None, None)["repeats"]
 
 
 def test_an_iterable_is_not_read_ahead(tmp_path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import logging
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -18,6 +20,7 @@ from torchhook._core.index import Index
 from torchhook._extract.api import extract
 from torchhook._extract.function_fingerprint import bytecode, of_function
 from torchhook._extract.model_code import facts
+from torchhook._features import differences
 from torchhook.errors import ExtractError, StoreMismatchError
 
 E = functools.partial(extract, progress=False, rows_per_shard=10, batch_size=5)
@@ -84,6 +87,7 @@ class Config:
         ([nn.Linear(2, 2)], [nn.Linear(2, 2)]),  # not registered, and yet used
         (lambda x: x + 1, lambda x: x + 2),
         ({1, 2}, {1, 3}),
+        (functools.lru_cache(lambda x: x + 1), functools.lru_cache(lambda x: x + 2)),
     ],
 )
 def test_nested_settings_are_told_apart(one, other):
@@ -104,17 +108,44 @@ def made(body, name="Net"):
 
 
 BODY = """
+import functools
 SCALE = 2
 def half(x):
     return x / SCALE
+@functools.lru_cache
+def kept(x):
+    return x + 10
+class Helper:
+    def __init__(self, by):
+        self.by = by * 20
+    def run(self, x):
+        return self.further(x)
+    def further(self, x):
+        return x + 30
+    def elsewhere(self):
+        return 40
+class Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x + 50
 class Net(nn.Module):
     power = 1
     unused = 1
     def forward(self, x):
         '''What it does.'''
+        if len(x) > 1000:
+            return self.others(x)
         return self.inner(x) ** self.power
+    offset = torch.zeros(1)
+    several = {1, 2}
     def inner(self, x):
         return half(x)  # a comment
+    def others(self, x):
+        x = Operation.apply(Helper(1).run(kept(x))) + self.offset * len(self.several)
+        return self.cached(1) + sum(x * {"a": 1, "b": 2}[c] for c in ["a"] if c != "b")
+    @functools.lru_cache
+    def cached(self, by):
+        return by * 60
     def unrelated(self):
         return 1
 """
@@ -133,6 +164,15 @@ class Net(nn.Module):
         ("# a comment", "# another", set()),
         ("return 1", "return 2", set()),
         ("SCALE = 2", "\n\n\nSCALE = 2", set()),
+        ('if c != "b"', 'if c != "c"', {"Net"}),
+        ("x + 10", "x + 11", {"Net"}),
+        ("by * 20", "by * 21", {"Net"}),
+        ("x + 30", "x + 31", {"Net"}),
+        ("return 40", "return 41", set()),
+        ("x + 50", "x + 51", {"Net"}),
+        ("by * 60", "by * 61", {"Net"}),
+        ("torch.zeros(1)", "torch.ones(1)", {"Net, which uses offset"}),
+        ("several = {1, 2}", "several = {1, 3}", {"Net, which uses several"}),
     ],
 )
 def test_code_that_forward_reaches_is_compared_and_nothing_else(before, after, named):
@@ -268,6 +308,59 @@ def test_counters_and_caches_do_not_stop_a_run_from_being_resumed(tmp_path):
 def test_a_device_is_no_setting():
     assert differ(Scaled(config=torch.device("cuda:1")), Scaled(config=torch.device("cpu"))) == set()
     assert differ(Scaled(config="cuda:1"), Scaled(config="cuda:0")) == set()
+
+
+class Terse(Called):
+    def __repr__(self):
+        return "Terse()"
+
+
+class Head(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
+
+
+def test_what_is_called_is_known_by_more_than_it_says_of_itself():
+    assert of_function(Terse(1)) != of_function(Terse(2))
+    assert of_function(Terse(1)) == of_function(Terse(1))
+    lambdas = pytest.importorskip("torchvision").transforms
+    one, other = (lambdas.Compose([lambdas.Lambda(lambda x, by=by: x * by)]) for by in (1, 2))
+    assert of_function(one) != of_function(other)
+    for pair in ((Head(1), Head(2)), ({"a": Head(1)}, {"a": Head(2)})):
+        one, other = (facts(Index(Scaled()), {"transform": head}) for head in pair)
+        assert {name for name in one if one[name] != other[name]} == {"transform, Head.by"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),  # made of a set, say, whose order is another one in each process
+        (None, threading.Lock()),
+        (logging.getLogger("one"), None),
+    ],
+)
+def test_order_and_what_is_only_held_on_to_are_no_settings(tmp_path, one, other):
+    E(Scaled(config=one), X, "(model)", tmp_path)
+    (tmp_path / "shards" / "s000000002.safetensors").unlink()
+    assert len(E(Scaled(config=other), X, "(model)", tmp_path)) == 40
+
+
+def test_a_model_of_transformers_is_the_same_when_it_is_loaded(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    made = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
+    before = code(made)
+    made.save_pretrained(tmp_path)
+    loaded = transformers.BertModel.from_pretrained(tmp_path)
+    loaded.gradient_checkpointing_enable()
+    after = code(loaded)
+    assert list(differences.code(before, after, True)) == []
+    other = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes, hidden_act="relu"))
+    assert list(differences.code(before, code(other), True))
 
 
 # -- the proof: the first stored batch ------------------------------------------------------------------------

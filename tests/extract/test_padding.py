@@ -393,3 +393,42 @@ def test_a_real_model_gives_the_embeddings_that_it_was_trained_for(tmp_path):
             alone = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state.mean(1) for text in texts]
         (column,) = list(features)
         torch.testing.assert_close(features[column][:], torch.cat(alone), atol=1e-5, rtol=0)
+
+
+class Masked(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.words = nn.Embedding(100, 4)
+        self.name = name
+
+    def forward(self, input_ids, attention_mask=None, padding_mask=None):
+        return self.words(input_ids)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "padding_mask"])
+def test_a_mask_that_cannot_be_read_is_told(tmp_path, name):
+    batch = padded(sentences())
+    batch["input_ids"][batch["attention_mask"] == 0] = 99  # nothing that looks like padding
+    mask = batch.pop("attention_mask") == 0
+    batch[name] = mask if name == "padding_mask" else mask[:, None].expand(-1, mask.shape[1], -1)
+    data = [{key: value[i] for key, value in batch.items()} for i in range(len(mask))]
+    with pytest.warns(PaddingWarning, match="no mask is known that tells where"):
+        E(Masked(name), data, "words", tmp_path, batch_size=8, transform=tf.pool("mean"))
+
+
+def test_a_causal_mask_is_not_about_padding_where_batch_and_time_are_equally_long(tmp_path):
+    model, causal = Masked("attention_mask"), torch.ones(6, 6).tril()
+    ids = torch.stack([row[:6] for row in sentences() if len(row) >= 6])
+    for size in (4, 6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            features = E(
+                model,
+                ids,
+                "words",
+                tmp_path / str(size),
+                batch_size=size,
+                transform=tf.pool("mean"),
+                input_fn=lambda batch: (batch, causal),
+            )
+        assert torch.allclose(features["words"][:], model.words(ids).mean(1))

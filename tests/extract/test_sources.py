@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
 from torchhook import transforms as tf
 from torchhook._extract.api import extract
@@ -183,3 +184,42 @@ def test_a_single_number_has_no_rows(tmp_path, site):
     with pytest.raises(ExtractError, match=r"is a single number for a batch of 8 rows.*transforms\.pick"):
         E(Losing(), X, site, tmp_path / "a", batch_size=8)
     assert torch.equal(E(Losing(), X, "both", tmp_path / "b", transform=tf.pick("x"))["both"][:], X)
+
+
+# -- loaders and samplers with an order of their own --------------------------------------------------
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(len(self.data_source)))
+
+
+class Doubling(DataLoader):
+    def __iter__(self):
+        return ([x * 2] for (x,) in super().__iter__())
+
+
+class Shortened(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: DataLoader(data, 8, sampler=SequentialSampler(range(10))),
+        lambda data: DataLoader(data, 8, sampler=Backwards(data)),
+        lambda data: Doubling(data, 8),
+        lambda data: Shortened(data, 8),
+        lambda data: Doubling(data, 8, shuffle=False, drop_last=True),
+    ],
+    ids=["fewer", "backwards", "other values", "fewer batches", "other values, dropped"],
+)
+def test_rows_are_those_that_the_loader_gives_whatever_it_derives_from(tmp_path, make):
+    wanted = torch.cat([x for (x,) in make(TensorDataset(X))])
+    assert torch.equal(E(same(), make(TensorDataset(X)), "0", tmp_path)["0"][:], wanted)
+
+
+def test_a_loader_of_ones_own_that_shuffles_is_refused(tmp_path):
+    with pytest.raises(ExtractError, match="another order each time"):
+        E(same(), Doubling(TensorDataset(X), 8, shuffle=True), "0", tmp_path)

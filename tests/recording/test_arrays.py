@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 
+from tests.oracle import run_with_jax
 from torchhook._recording import arrays
 from torchhook._recording.records import Recording
 from torchhook.errors import MissingRecordError, RecordingFileError
@@ -78,11 +80,14 @@ def test_arrays_of_other_libraries_come_by_their_protocols() -> None:
 
 
 def test_jax_arrays_keep_bfloat16() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    found = arrays.recording({"x": jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16)})["x"]
-    assert (found.dtype, found.tolist()) == (torch.bfloat16, [1.0, 2.5])
-    bits = np.asarray(jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16))
-    assert arrays.recording({"x": bits})["x"].tolist() == [1.0, 2.5]
+    run_with_jax("""
+        import jax, numpy, torch
+        from torchhook._recording import arrays
+        given = jax.numpy.array([1.0, 2.5], dtype=jax.numpy.bfloat16)
+        found = arrays.recording({"x": given})["x"]
+        assert (found.dtype, found.tolist()) == (torch.bfloat16, [1.0, 2.5])
+        assert arrays.recording({"x": numpy.asarray(given)})["x"].tolist() == [1.0, 2.5]
+    """)
 
 
 def test_nested_values_keep_their_structure() -> None:
@@ -148,3 +153,12 @@ def test_files_that_cannot_be_read_are_named_with_the_reason(tmp_path: Path) -> 
     for name in ("none.npz", "none.safetensors"):
         with pytest.raises(FileNotFoundError, match="none"):
             arrays.read(tmp_path / name)
+
+
+def test_what_is_no_archive_of_arrays_says_so(tmp_path: Path) -> None:
+    one = io.BytesIO()
+    np.save(one, np.ones(2))
+    for content in (b"", b"text", b"PK\x03\x04 cut", one.getvalue()):
+        (tmp_path / "a.npz").write_bytes(content)
+        with pytest.raises(RecordingFileError, match=r"a\.npz is no npz file"):
+            arrays.read(tmp_path / "a.npz")

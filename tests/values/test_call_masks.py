@@ -25,8 +25,8 @@ def test_masks_are_found_by_name_place_and_inside_a_batch():
 
 
 def test_what_is_no_mask_of_rows_is_not_taken_for_one():
-    assert names(input_ids=IDS, attention_mask=MASK[:, None, None]) == []
-    assert names(input_ids=IDS, attention_mask=torch.tensor([[0.0, 0.0, -1e9]] * 2)) == []
+    assert names(input_ids=IDS, attention_mask=MASK[:, None].expand(2, 3, 3)) == []
+    assert names(input_ids=IDS, attention_mask=torch.tensor([[0.0, 0.5, -1e9]] * 2)) == []
     assert names(input_ids=IDS, attention_mask=torch.zeros(2, 3)) == []  # to be added
     assert names(input_ids=IDS, token_type_ids=MASK) == []
     assert names(IDS, also={"mask": MASK[:, :2]}) == []
@@ -83,3 +83,44 @@ def test_frames_of_zeros_look_padded():
     frames[1, 3:] = 0
     assert look_padded(Inputs((frames,), {}), ())
     assert not look_padded(Inputs((torch.zeros(2, 3, 4, 4),), {}), ())
+
+
+ADDED = torch.where(MASK == 0, -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize(
+    "mask", [ADDED, ADDED.clamp(min=-1e4), MASK[:, None, None], MASK[:, None] == 1, ADDED[:, None, None]]
+)
+def test_masks_that_are_added_or_have_dims_for_heads_and_queries_are_read(mask):
+    found = masks_in(Inputs((), {"input_ids": IDS, "attention_mask": mask}), [])
+    assert torch.equal(found.masks["attention_mask"], MASK.bool())
+    assert not found.unread
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "unread"),
+    [
+        ("attention_mask", MASK[:, None].expand(2, 3, 3), True),
+        ("attention_mask", MASK[:, None, None].expand(2, 1, 3, 3), True),
+        ("attention_mask", torch.ones(2, 1, 3, 3).tril(), False),  # of all rows the same: not about their padding
+        ("attention_mask", torch.ones(3, 3).tril(), False),
+        ("attention_mask", torch.where(MASK == 0, -2.5, 0.5), True),
+        ("padding_mask", MASK == 0, True),  # or the other way round: who knows
+        ("padding_mask", MASK[:1], False),
+        ("loss_mask", MASK, False),
+    ],
+)
+def test_masks_that_cannot_be_read_are_known_to_be_there(name, mask, unread):
+    found = masks_in(Inputs((), {"input_ids": IDS, name: mask}), [])
+    assert not found.masks
+    assert found.unread is unread
+
+
+def test_who_may_attend_to_whom_is_no_padding_though_there_be_as_many_rows_as_positions():
+    ids, causal = torch.ones(3, 3, dtype=torch.long), torch.ones(3, 3).tril()
+    for mask in (causal, causal.bool(), causal.T, causal - causal.tril(-2)):
+        found = masks_in(Inputs((), {"input_ids": ids, "attention_mask": mask}), [])
+        assert not found.masks
+        assert found.unread
+    lengths = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    assert names(input_ids=ids, attention_mask=lengths) == ["attention_mask"]

@@ -65,12 +65,13 @@ def test_a_dim_that_is_not_reduced_keeps_its_padding():
 
 def test_composed_transforms_know_what_is_left():
     x = torch.randn(3, 3, 2)
+    with knowing(Masks((("m", MASK[:2]),))):
+        narrowed = tf.compose(tf.narrow(1, 3), tf.tokens("last"))(x[:2])
     with knowing(Masks((("m", MASK),))):
-        narrowed = tf.compose(tf.narrow(1, 3), tf.tokens("last"))(x)
         assert torch.equal(tf.compose(tf.tokens([0]), tf.pool())(x), tf.tokens("cls")(x))
         assert torch.equal(tf.compose(tf.compose(tf.tokens([0])), tf.pool())(x), tf.tokens("cls")(x))
         assert torch.equal(tf.compose(torch.neg, tf.pool())(x), -tf.pool()(x))
-    assert torch.equal(narrowed, torch.stack([x[0, 1], x[1, 2], x[2, 2]]))
+    assert torch.equal(narrowed, torch.stack([x[0, 1], x[1, 2]]))
     assert known() is None
 
 
@@ -123,3 +124,47 @@ def test_who_asks_without_an_answer_is_noted():
         assert not asked.asked
         assert real(X, [1]) is None
     assert asked.asked
+
+
+# -- positions that are narrowed first --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("cut", [(1, None), (0, -1), (1, -1), (None, None), (2, None, 1)])
+def test_narrowed_rows_are_those_of_the_row_alone(side, cut):
+    lengths, width = [6, 3, 5, 4], 6
+    x = torch.randn(4, width, 2)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    with knowing(given("lengths=", mask, 4)):
+        found = tf.compose(tf.narrow(*cut), tf.pool("mean"))(x)
+    wanted = torch.stack([row[real][slice(*cut)].mean(0) for row, real in zip(x, mask, strict=True)])
+    assert torch.allclose(found, wanted)
+
+
+@pytest.mark.parametrize(("side", "cut"), [("right", (-3, None)), ("left", (0, 3)), ("left", (0, None, 2))])
+def test_narrowing_that_cuts_off_what_a_row_alone_would_keep_is_refused(side, cut):
+    mask = torch.arange(6) < torch.tensor([6, 5])[:, None]
+    mask = mask if side == "right" else mask.flip(1)
+    narrowed = tf.compose(tf.narrow(*cut), tf.pool("mean"))
+    with knowing(given("lengths=", mask, 2)):
+        with pytest.raises(TransformError, match=r"narrow.*row 1 of the batch.*tokens"):
+            narrowed(torch.randn(2, 6, 2))
+    with knowing(given("lengths=", torch.ones(2, 6), 2)):
+        narrowed(torch.randn(2, 6, 2))  # nothing is padded
+
+
+def test_what_is_narrowed_first_asks_for_the_padding_too():
+    asked = Asked(given("lengths=", [2, 3], 2))
+    with knowing(asked):
+        tf.narrow(0, 2)(torch.randn(2, 3, 2))
+        assert not asked.asked
+        tf.compose(tf.narrow(0, 3), tf.narrow(0, 2), tf.pool("mean"))(torch.randn(2, 3, 2))
+    assert asked.asked
+
+
+def test_statistics_over_positions_counted_from_the_end_leave_padding_out():
+    x, known = torch.randn(2, 3, 4), given("lengths=", [2, 3], 2)
+    with knowing(known):
+        found = tf.statistics((-2,))(x)
+    assert torch.allclose(found["mean"][0], x[0, :2].mean(0))

@@ -73,3 +73,17 @@ def test_padded_times_are_no_dead_units_and_unknown_units_are_not_judged() -> No
     assert w.last["1"]["dead"] == 0.0
     assert "dead" not in w.last["3"]
     assert w.alarms == []
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it will change these
+def test_values_that_have_no_shape_or_no_plain_numbers_do_not_end_the_training() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    rows = [torch.randn(2, 4), torch.randn(5, 4)]
+    with watch(model):
+        model(torch.nested.nested_tensor(rows))
+        model(torch.nested.nested_tensor(rows, layout=torch.jagged))
+    quantized = torch.quantize_per_tensor(torch.tensor([[-1.0, 0.0, 2.0], [-1.0, 1.0, 2.0]]), 0.1, 10, torch.quint8)
+    rectifier = nn.Sequential(nn.ReLU())
+    with watch(rectifier) as w:
+        rectifier(quantized)
+    assert w.last["0"]["dead"] == pytest.approx(1 / 3)

@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler, edits
 from torchhook._core import functional, hooks, taps
+from torchhook._core.index import Index
+from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
@@ -58,6 +60,7 @@ class Attached:
         wanted: list[Wanted],
         changes: list[tuple[Target, edits.Edit]],
         attachment: hooks.Attachment,
+        index: Index,
         transform: Transform | None = None,
         stop: bool = False,
     ) -> None:
@@ -65,6 +68,7 @@ class Attached:
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
         self._scope = Scope() if stop else None
+        units, ends = Units(index), early_end(index)
         # How many calls of each site make the features complete.
         self._needed: dict[str, int] = {}
         for feature in wanted:
@@ -73,7 +77,8 @@ class Attached:
         for target, change in changes:
             self._tap(made, target).changes.append(change)
         for feature in wanted:
-            self._tap(made, feature.target).keep(self._needed, transform, self._scope)
+            check = units.checked(feature.target.site) if units else None
+            self._tap(made, feature.target).keep(self._needed, transform, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
                 attachment.attach(tap, module)
@@ -133,10 +138,20 @@ class _StaticTap(taps.Tap):
         self.needed: dict[str, int] | None = None
         self.transform: Transform | None = None
         self.scope_to_end: Scope | None = None
+        self.check: Transform | None = None
+        self.before_end: Callable[[], None] | None = None
 
-    def keep(self, needed: dict[str, int], transform: Transform | None, scope: Scope | None) -> None:
+    def keep(
+        self,
+        needed: dict[str, int],
+        transform: Transform | None,
+        scope: Scope | None,
+        check: Transform | None,
+        before_end: Callable[[], None],
+    ) -> None:
         """Keep what passes; with a scope, end the forward pass once all that is needed was seen."""
         self.needed, self.transform, self.scope_to_end = needed, transform, scope
+        self.check, self.before_end = check, before_end
 
     def pass_on(self, value: Any) -> Any:
         state = getattr(self.call, "state", None)
@@ -150,10 +165,13 @@ class _StaticTap(taps.Tap):
             value = self._edited(value)
             edited.append(self.key)
         if self.needed is not None:
+            checked = value if self.check is None or torch.compiler.is_compiling() else self.check(value)
             # The compiler drops a clone where nothing overwrites the value.
-            values[self.key].append(_cloned(value if self.transform is None else self.transform(value)))
+            values[self.key].append(_cloned(checked if self.transform is None else self.transform(checked)))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
+                if self.before_end is not None:
+                    self.before_end()
                 raise Stop(self.scope_to_end)  # type: ignore[arg-type]
         running.pop()
         return value

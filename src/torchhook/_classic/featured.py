@@ -124,7 +124,7 @@ class Featured(Facade):
                 )
         attachment = hooks.Attachment()
         weakref.finalize(self, attachment.remove)
-        return Attached(wanted, changes, attachment, self.transform, self.stop)
+        return Attached(wanted, changes, attachment, Index(self.model), self.transform, self.stop)
 
     # -- running --------------------------------------------------------------------------------------
 

@@ -1,20 +1,24 @@
 """Functional sites: values that no module owns, such as ``F.relu``, ``out += x`` or a fused attention.
 
-A ``TorchFunctionMode`` sees every functional call, and a stack of modules, kept by hooks on all of them, says in
-which module it happened. The mode is only there while a module of a session that asks for operations runs.
+A ``TorchFunctionMode`` sees functional calls, and a stack of modules, kept by hooks on them, says in which module one
+happened. The mode is only there while a module runs that a session listens to: any module for those who want to hear
+of everything (``Listener``), those that have sites for the others (``SiteListener``), which let all other functions
+pass as quickly as can be.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
+from torchhook._core.hooks import Attachable
+from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
 from torchhook._values import tree
@@ -51,20 +55,23 @@ def op_name(function: Callable[..., Any]) -> str | None:
 
 
 class Listener:
-    """The operations of one session: which module is running, and the taps on its operations."""
+    """Every operation of a model: which module is running, and what happens in it."""
+
+    ignored: Collection[Callable[..., Any]] = frozenset()
+    """Functions that are let through without a look."""
 
     def __init__(self, scope: Scope | None) -> None:
-        # By the id of the module and the name of the operation.
-        self.inputs: dict[tuple[int, str], Tap] = {}
-        self.outputs: dict[tuple[int, str], Tap] = {}
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
         self._running: list[nn.Module] = []
 
-    def boundaries(self) -> tuple[EnterTap, LeaveTap]:
-        """The hooks that every module of the model needs, for the stack of running modules to be right."""
-        return EnterTap(self.enter), LeaveTap(self.leave)
+    def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
+        """The hooks that modules need for the stack of running modules to be right."""
+        enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
+        for module in index.distinct.values():
+            yield module, enter
+            yield module, leave
 
     def enter(self, module: nn.Module) -> None:
         if not self._gate.is_foreign():
@@ -75,6 +82,10 @@ class Listener:
             self._running.append(module)
             if len(self._running) == 1:
                 _modes.mode.listen(self)
+
+    def enter_running(self, model: nn.Module) -> None:
+        """The model runs already: its own hooks come too late to say so."""
+        self.enter(model)
 
     def leave(self, module: nn.Module) -> None:
         if any(module is other for other in self._running) and not self._gate.is_foreign():
@@ -102,23 +113,88 @@ class Listener:
     def current(self) -> nn.Module:
         return self._running[-1]
 
+    def where(self, function: Callable[..., Any], name: str) -> nn.Module | None:
+        """The module in which a call happens that is to be heard of."""
+        return self._running[-1] if self._running else None
+
     def before(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tap = self.inputs.get((id(self.current), name))
+        return args, kwargs
+
+    def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(True for _ in tree.tensors(output)):
+            self.seen.setdefault(id(module), Counter())[name] += 1
+        return output
+
+
+class SiteListener(Listener):
+    """The operations that have sites, in the modules that have them; nothing else is looked at for long."""
+
+    def __init__(self, scope: Scope | None) -> None:
+        super().__init__(scope)
+        # By the id of the module and the name of the operation.
+        self._inputs: dict[tuple[int, str], Tap] = {}
+        self._outputs: dict[tuple[int, str], Tap] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._names: set[str] = set()
+        self.ignored: set[Callable[..., Any]] = set()
+        self._heard = False
+
+    def tap(self, module: nn.Module, name: str, path: str, inward: bool) -> Tap:
+        """What the inputs or outputs of an operation in a module pass."""
+        self._modules[id(module)] = module
+        self._names.add(name)
+        return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
+
+    def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
+        enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
+        if id(index.root) not in self._modules:
+            yield index.root, EnterTap(self._begin)
+        for module in self._modules.values():
+            yield module, enter
+            yield module, leave
+
+    def _begin(self, model: nn.Module) -> None:
+        """The model is called, so none of its modules runs: what is there was left by an interrupt."""
+        if self._running and not self._gate.is_foreign() and _torch.times_running(model) < 2:
+            self.unwind(0)
+
+    def enter_running(self, model: nn.Module) -> None:
+        if id(model) in self._modules:
+            self.enter(model)
+
+    def where(self, function: Callable[..., Any], name: str) -> nn.Module | None:
+        """As said there; modules without hooks, which run inside of those that have sites, are found on the stack.
+
+        Until the first of the operations is heard, all others are taken down too: if it never comes, that tells what
+        could have been asked for.
+        """
+        if name not in self._names and self._heard:
+            self.ignored.add(function)
+            return None
+        current, module = super().where(function, name), _torch.innermost_module()
+        # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
+        return current if module is None or id(module) in self._modules else module
+
+    def before(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tap = self._inputs.get((id(module), name))
         if tap is None:
             return args, kwargs
+        self._heard = True
         _check_recomputable(tap, name)
         passing = as_value(args, kwargs)
         value = tap.take(passing)
         return (args, kwargs) if value is passing else as_arguments(value)
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(True for _ in tree.tensors(output)):
-            self.seen.setdefault(id(module), Counter())[name] += 1
-        tap = self.outputs.get((id(module), name))
+        super().after(name, module, output, args, kwargs)
+        tap = self._outputs.get((id(module), name))
         if tap is None:
             return output
+        self._heard = True
         _check_recomputable(tap, name)
         value = tap.take(output, (args, kwargs))
         written = kwargs.get("out", args[0] if args else None)
@@ -178,12 +254,18 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        for listener in self.listeners:
+            if func not in listener.ignored:
+                break
+        else:
+            return func(*args, **kwargs)
         name = op_name(func)
         if name is None or own_work.busy or _torch.in_fsdp():
             return func(*args, **kwargs)
-        heard = [(listener, listener.current) for listener in self.listeners if listener.depth]
-        for listener, _ in heard:
-            args, kwargs = listener.before(name, args, kwargs)
+        places = [(listener, listener.where(func, name)) for listener in self.listeners]
+        heard = [(listener, module) for listener, module in places if module is not None]
+        for listener, module in heard:
+            args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)
         for listener, module in heard:
             output = listener.after(name, module, output, args, kwargs)

@@ -220,6 +220,8 @@ class _EagerStance:
             with self._turn:
                 self._holders[holder] = scope
                 self._settle()
+            # Nobody begins from here on; who has begun would find hooks in the model that were not there before.
+            _torch_compiler.wait_for_compiling()
         return lambda: self.release(holder)
 
     def release(self, holder: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Index:
@@ -18,8 +18,34 @@ class Index:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
         self.given = model
-        self.modules = dict(walk(model))
-        self._model = model
+        self.root = unwrapped(model)
+        """The model itself, without what wraps it."""
+
+    @functools.cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Every module by path. Found when first asked for: a large model takes long, and an exact name needs none."""
+        return dict(walk(self.given))
+
+    def find(self, path: str) -> nn.Module | None:
+        """The module of an exact name, as the model is now; without going through the others."""
+        module, above = self.root, set[int]()
+        for name in path.split(".") if path else ():
+            above.add(id(module))
+            children = module._modules
+            if name not in children:  # no get: the children of TorchScript have none
+                return None
+            child = children[name]
+            if child is None or id(module := unwrapped(child)) in above:  # or a module that contains itself
+                return None
+        return module
+
+    def find_tensor(self, path: str) -> tuple[nn.Module, str] | None:
+        """The parameter or buffer of an exact name, as its owner and its name there."""
+        above, _, name = path.rpartition(".")
+        owner = self.find(above)
+        if owner is None or not any(name in held for held in (owner._parameters, owner._buffers)):
+            return None
+        return None if getattr(owner, name) is None else (owner, name)
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[nn.Module, str]]:
@@ -32,6 +58,13 @@ class Index:
             if tensor is not None
         }
 
+    def owned(self) -> Iterator[Tensor]:
+        """What the model owns now, and outlives its forward pass: every parameter and buffer."""
+        for module in all_modules(self.root):
+            for held in (module._parameters, module._buffers):
+                if held:
+                    yield from (tensor for tensor in held.values() if tensor is not None)
+
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
     @functools.cached_property
@@ -42,7 +75,7 @@ class Index:
     @functools.cached_property
     def wrappers(self) -> list[nn.Module]:
         """What DDP, FSDP and their like put around modules."""
-        return [module for module in self._model.modules() if id(module) not in self.distinct]
+        return [module for module in all_modules(self.given) if id(module) not in self.distinct]
 
     @functools.cached_property
     def _names(self) -> dict[int, list[str]]:
@@ -87,10 +120,23 @@ def _is_wrapper(parent: nn.Module, child: str) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper wraps, which has its name; any other module itself."""
+    if not module._modules:
+        return module
     for name in _WRAPPED:
         if name in module._modules and _is_wrapper(module, name):
             return unwrapped(module._modules[name])  # type: ignore[arg-type]
     return module
+
+
+def all_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, wrappers included, in no order: several times as fast as with their names."""
+    seen, waiting = set[int](), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting.extend(child for child in module._modules.values() if child is not None)
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

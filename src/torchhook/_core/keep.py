@@ -61,10 +61,10 @@ class Keep:
         self._is_fast = (
             mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
         )
-        self._owned: list[Tensor] = []
-        self._owned_ids: frozenset[int] = frozenset()
+        self._owned: Callable[[], Iterable[Tensor]] = tuple
+        self._owned_ids: frozenset[int] | None = frozenset()
         self._inputs: list[Tensor] = []
-        self._outliving_ids: frozenset[int] = frozenset()
+        self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
@@ -82,7 +82,7 @@ class Keep:
                 and not is_view(value)
                 and not value.is_inference()
                 and not value.is_quantized
-                and id(value) not in self._outliving_ids
+                and id(value) not in (self._outliving_ids or self._ids())
                 and not in_transform()
                 and (not host or value.is_cpu)
             ):
@@ -110,21 +110,28 @@ class Keep:
         except RecursionError:  # a list that holds itself: no tree to rebuild
             return value
 
-    def owns(self, tensors: Iterable[Tensor]) -> None:
-        """Name the tensors that the model owns. Their memory outlives the forward pass."""
-        self._owned = list(tensors)
-        self._owned_ids = frozenset(id(tensor) for tensor in self._owned if type(tensor) is Tensor)
+    def owned_by(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Say how to find the tensors that the model owns. Their memory outlives the forward pass."""
+        self._owned, self._owned_ids = tensors, None
         self.called_with(())
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
         self._inputs = list(tensors)
-        self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
-        self._outliving_storages = None
+        self._outliving_ids = self._outliving_storages = None
+
+    def _ids(self) -> frozenset[int]:
+        """The tensors that outlive the forward pass; those of the model are looked for when the first value passes."""
+        if self._outliving_ids is None:
+            if self._owned_ids is None:
+                # A Parameter is known by its type.
+                self._owned_ids = frozenset(id(tensor) for tensor in self._owned() if type(tensor) is Tensor)
+            self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
+        return self._outliving_ids
 
     def release(self) -> None:
         """Let go of what the model owns and was called with: nothing more will pass."""
-        self.owns(())
+        self.owned_by(tuple)
 
     def wait(self) -> None:
         """Return when every value that was kept can be read."""
@@ -150,14 +157,14 @@ class Keep:
         if type(tensor) is not Tensor or tensor.is_quantized or in_transform():  # a Parameter outlives by its type
             return False
         if not is_view(tensor) and not tensor.is_inference():
-            return id(tensor) not in self._outliving_ids
+            return id(tensor) not in self._ids()
         try:
             if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
                 return False  # a small view would hold on to all of it
         except (NotImplementedError, RuntimeError):
             return False
         if self._outliving_storages is None:
-            self._outliving_storages = frozenset(map(storage_key, [*self._owned, *self._inputs]))
+            self._outliving_storages = frozenset(map(storage_key, [*self._owned(), *self._inputs]))
         return storage_key(tensor) not in self._outliving_storages
 
     def _converted(self, tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Units:
     def __init__(self, index: Index) -> None:
         self._homes = Homes(index)
         self._by_path: dict[str, tuple[Any, list[tuple[nn.Module, str]]]] = {}
-        for module in (*index.wrappers, *index.distinct.values()):
+        for module in (*index.wrappers, *index.distinct.values()) if self._homes else ():
             kept = shards(module)
             if kept:
                 path = index.names(unwrapped(module))[0]
@@ -64,6 +64,26 @@ class Units:
     def _leaves(self, module: nn.Module, name: str) -> list[Tensor]:
         home, live = self._homes.of(module, name), module._parameters.get(name)
         return [leaf for leaf in (live, None if home is None else home.leaf) if leaf is not None]
+
+
+def early_end(index: Index) -> Callable[[], None]:
+    """What is called before a forward pass ends early with a value on its graph: refuses where that loses gradients.
+
+    DDP and FSDP1 make ready for the backward pass when forward returns. Without that, each rank of DDP would keep the
+    gradients of its own batch without a word.
+    """
+    kinds = [type(module).__name__ for module in index.wrappers if unwrapped(module) is index.modules[""]]
+    kind = next((kind for kind in kinds if kind in ("DistributedDataParallel", "FullyShardedDataParallel")), None)
+
+    def check() -> None:
+        if kind is not None and torch.is_grad_enabled():
+            raise SessionError(
+                f"stop=True ends the forward pass of a {kind} before it is ready for a backward pass: the gradients "
+                "would not be put together over the ranks. Call it under torch.no_grad(), leave out stop=True, or put "
+                f"the {kind} around th.FeatureExtractor(model, names, stop=True)."
+            )
+
+    return check
 
 
 def _reaches(node: Any, leaves: set[int]) -> bool:

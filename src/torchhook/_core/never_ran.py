@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
-from torchhook._core.index import Index, unwrapped
+from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
@@ -72,46 +72,27 @@ def cause(
     )
 
 
-class Replacements:
-    """What took the place of modules and parameters since the session opened."""
+def replaced(target: Target, index: Index, followed: Mapping[Site, Tensor]) -> str:
+    """What took the place of a target since the session opened; nothing, if it is still there.
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
-        self._modules = index.modules
-        self._known = {"": ""}
-
-    def of(self, target: Target, followed: Mapping[Site, Tensor]) -> str:
-        """What is where a target was; nothing, if it is still there.
-
-        ``followed`` are the parameters whose gradients were waited for.
-        """
-        if target.tensor is None:
-            path = target.site.path
-            return self._known[path] if path in self._known else self._at(path)
+    ``followed`` are the parameters whose gradients were waited for.
+    """
+    path = target.site.path
+    if target.tensor is not None:
         known = followed.get(target.site)
-        if known is not None and not self._is_at_home(known, target.module, target.tensor):
-            return f"{target.site.path!r} is another tensor now"
-        return self._at(target.site.path.rpartition(".")[0])
+        if known is not None and not _is_at_home(known, target.module, target.tensor, index):
+            return f"{path!r} is another tensor now"
+        path = path.rpartition(".")[0]
+    now = index.find(path)
+    return "" if now is None or now is target.module else f"{path!r} is another {type(now).__name__} now"
 
-    def _is_at_home(self, parameter: Tensor, module: nn.Module, name: str) -> bool:
-        if getattr(module, name, None) is parameter:
-            return True
-        # FSDP puts another tensor in its place while the module runs.
-        home = Homes(self._index).of(module, name)
-        return home is not None and home.parameter is parameter
 
-    def _at(self, path: str) -> str:
-        found = self._known.get(path)
-        if found is None:
-            above, _, name = path.rpartition(".")
-            parent = self._modules.get(above)
-            # Not by get: the children of TorchScript have none.
-            held = parent is not None and name in parent._modules
-            now = parent._modules[name] if parent is not None and held else None
-            same = now is None or unwrapped(now) is self._modules.get(path)
-            found = self._at(above) if same else f"{path!r} is another {type(now).__name__} now"
-            self._known[path] = found
-        return found
+def _is_at_home(parameter: Tensor, module: nn.Module, name: str, index: Index) -> bool:
+    if getattr(module, name, None) is parameter:
+        return True
+    # FSDP puts another tensor in its place while the module runs.
+    home = Homes(index).of(module, name)
+    return home is not None and home.parameter is parameter
 
 
 def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
@@ -119,8 +100,8 @@ def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
     found = []
     while path:
         path = path.rpartition(".")[0]
-        if path in index.modules:
-            found.append((path, index.modules[path]))
+        if (module := index.find(path)) is not None:
+            found.append((path, module))
     return found
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from torchhook._core.index import Index, is_callable
-from torchhook._recording.address import PORTS, Site, parse
+from torchhook._recording.address import PORTS, Site, parse, readings
 from torchhook.errors import SelectorError, suggestion
 
 Selector: TypeAlias = (
@@ -120,16 +121,14 @@ def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> I
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
-    module = index.modules.get(text)
+    module = index.find(text)
     if module is not None and is_callable(module):
         yield Target(Site(text, port=port), module)
         return
-    site = parse(text, index.modules)
-    if site.path not in index.modules:
-        site = parse(text, index.tensors)
+    site = _parsed(index, text)
     if site.port == "output" and not text.endswith(":output"):
         site = site.but(port=port)
-    if not _is_glob(site.path) or site.path in index.modules or site.path in index.tensors:
+    if not _is_glob(site.path) or _found(index, site) is not None:
         yield from _by_site(index, site)
         return
     matches = glob_pattern(site.path).fullmatch
@@ -148,19 +147,40 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
         yield Target(site.but(path=name), *index.tensors[name])
 
 
+def _parsed(index: Index, text: str) -> Site:
+    """The longest reading of an address that the model knows, exact names first: they need no walk."""
+    options = list(readings(text))
+    for site in options:
+        if index.find(site.path) is not None or index.find_tensor(site.path) is not None:
+            return site
+    site = parse(text, index.modules)
+    return site if site.path in index.modules else parse(text, index.tensors)
+
+
+def _found(index: Index, site: Site) -> Target | None:
+    """The module, parameter or buffer of a site."""
+    path = site.path
+    module = index.find(path)
+    if module is not None:
+        return Target(site, module)
+    tensor = index.find_tensor(path)
+    if tensor is not None:
+        return Target(site, *tensor)
+    if path in index.modules:  # a name with a dot in it
+        return Target(site, index.modules[path])
+    return Target(site, *index.tensors[path]) if path in index.tensors else None
+
+
 def _by_site(index: Index, site: Site) -> Iterator[Target]:
-    module = index.modules.get(site.path)
-    if module is None:
-        if site.path not in index.tensors:
-            raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
-        yield Target(site, *index.tensors[site.path])
-    elif is_callable(module):
-        yield Target(site, module)
-    else:
+    target = _found(index, site)
+    if target is None:
+        raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
+    if target.tensor is None and not is_callable(target.module):
         raise SelectorError(
-            f"{site.path!r} is a {type(module).__name__}: a container that is never called, so nothing passes there. "
-            f"Select its members: '{site.path}.*'."
+            f"{site.path!r} is a {type(target.module).__name__}: a container that is never called, so nothing passes "
+            f"there. Select its members: '{site.path}.*'."
         )
+    yield target
 
 
 def _name_hint(index: Index, path: str) -> str:
@@ -231,3 +251,34 @@ def live_tensor(target: Target) -> Tensor:
     value = getattr(target.module, target.tensor)
     assert isinstance(value, Tensor)
     return value
+
+
+Names = Callable[[], Iterable[tuple[str, str]]]
+"""Finds pairs of a name and the one that it stands for."""
+
+
+def other_names(index: Index, targets: list[Target], more: Names) -> Names:
+    """Finds the other names that shared modules and parameters have, when they are asked for.
+
+    That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
+    model only as long as it lives.
+    """
+    model = weakref.ref(index.root)
+    known = [(weakref.ref(target.module), target.tensor, target.site.path) for target in targets]
+
+    def find() -> Iterator[tuple[str, str]]:
+        yield from more()
+        if (root := model()) is None:
+            return
+        walked = Index(root)
+        for module, tensor, path in known:
+            if (owner := module()) is None:
+                continue
+            if tensor is None:
+                names = walked.names(owner)
+            else:
+                held = getattr(owner, tensor, None)
+                names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
+            yield from ((name, path) for name in names if name != path)
+
+    return find

@@ -19,11 +19,11 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.lost_gradients import Units
+from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
-from torchhook._core.select import Target, live_tensor
+from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Edit, Look, Tap
 from torchhook._core.wiring import Taps
@@ -49,7 +49,7 @@ class Session:
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
-        self.recording = Recording(type(self.index.modules[""]).__name__)
+        self.recording = Recording(type(self.index.root).__name__)
         self.scope = Scope()
         self._own_threads_only = threads == "own"
         self._warn = warn
@@ -95,8 +95,6 @@ class Session:
         for target in targets:
             if target.site.call is not None and target.site.every_call in whole:
                 continue  # "relu" holds "relu#1" already
-            for name in self._other_names(target):
-                self.recording.add_alias(name, target.site.path)
             recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
             if units:
                 recorder = _checked(units.checked(target.site), recorder)
@@ -105,15 +103,10 @@ class Session:
                 tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
             else:
                 self.look(target, recorder)
+        self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
         self.recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.looks.insert(0, _outliving(self.index, keep))
-
-    def _other_names(self, target: Target) -> list[str]:
-        if target.tensor is None:
-            return self.index.names(target.module)
-        tensor = live_tensor(target)
-        return [path for path, (module, name) in self.index.tensors.items() if getattr(module, name) is tensor]
+        self._taps.root.looks.insert(0, lambda value, call: keep.called_with(tree.tensors(value)))
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -129,17 +122,17 @@ class Session:
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
         targets = list(targets)
-        waiting = {target.site for target in targets}
+        waiting, check = {target.site for target in targets}, early_end(self.index)
         for target in targets:
             if target.site.port.startswith("grad"):
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
-            self.look(target, _stopper(self.scope, waiting, target.site))
+            self.look(target, _stopper(self.scope, waiting, target.site, self._keeps, check))
 
-    def listen(self, listener: Listener | None = None) -> Listener:
-        """See the functional operations inside the modules, with a listener of one's own or the session's."""
-        return self._taps.listen(listener)
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every functional operation inside the modules."""
+        self._taps.listen(listener)
 
     def _only_edit(self, site: Site, edit: Edit) -> Edit:
         if site.call is None:
@@ -195,7 +188,7 @@ class Session:
             self._taps.forget_root_input()
         self._open()
         if running and self._taps.listener is not None:
-            self._taps.listener.enter(self.index.modules[""])
+            self._taps.listener.enter_running(self.index.root)
         return self
 
     def _open(self) -> Session:
@@ -211,6 +204,7 @@ class Session:
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
+                keep.owned_by(self.index.owned)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
             hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
             attachment.defer(taps.handles.remove)
@@ -221,10 +215,8 @@ class Session:
                 self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
-                enter, leave = taps.listener.boundaries()
-                for module in self.index.distinct.values():
-                    attachment.attach(enter, module)
-                    attachment.attach(leave, module)
+                for module, boundary in taps.listener.boundaries(self.index):
+                    attachment.attach(boundary, module)
             for module, tap in taps:
                 attachment.attach(tap, module)
             if taps.parameters:
@@ -300,10 +292,10 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        by_module, replacements = self._taps.by_module(), never_ran.Replacements(self.index)
+        by_module = self._taps.by_module()
         for site, (target, tap) in self._taps.targets.items():
             passing = self._taps.passing(site, tap)
-            address, replaced = str(site), replacements.of(target, self._followed)
+            address, replaced = str(site), never_ran.replaced(target, self.index, self._followed)
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
             if passing.recomputed:
@@ -373,22 +365,13 @@ def _editor(site: Site, edit: edits.Edit) -> Edit:
     return change
 
 
-def _stopper(scope: Scope, waiting: set[Site], site: Site) -> Look:
+def _stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
     def stop(value: Any, call: int) -> None:
         waiting.discard(site)
         if not waiting:
+            if any(keep.mode in ("live", "reference") for keep in keeps):
+                check()
             scope.stopped_at = str(site)
             raise Stop(scope)
 
     return stop
-
-
-def _outliving(index: Index, keep: Keep) -> Look:
-    """Tell ``keep`` which tensors outlive the forward pass: what the model owns, and what it is called with."""
-    keep.owns(
-        tensor
-        for module in index.distinct.values()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
-    return lambda value, call: keep.called_with(tree.tensors(value))

@@ -74,6 +74,8 @@ class Homes:
 
     def __init__(self, index: Index) -> None:
         self._known: dict[tuple[int, str], Home] = {}
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return  # a rank alone: no walk through the model
         for wrapper in index.wrappers:
             if _is_ddp(wrapper):
                 self._add_replicated(wrapper)

@@ -21,6 +21,7 @@ from torchhook._core.hooks import after_call, before_call
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._torch import graph_task
+from torchhook._torch_compiler import in_trace
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -108,7 +109,11 @@ class Tap:
 
     def is_foreign(self) -> bool:
         """Whether this call was made in a context that the tap does not belong to."""
-        if self.scope is None or self.scope in active.get():
+        if self.scope is None:
+            return False
+        if in_trace():  # a session runs its own calls eagerly: the compiler was at work when another thread opened it
+            return True
+        if self.scope in active.get():
             return False
         if graph_task() != -1 and self.segments.is_known():
             return False  # autograd recomputes on threads of its own
@@ -160,7 +165,7 @@ class OutputTap(Tap):
         self._only_looks = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.scope is not None and self.scope not in active.get() and self.is_foreign():
+        if self.scope is not None and (in_trace() or self.scope not in active.get()) and self.is_foreign():
             return None
         if self._only_looks and not listening and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import offload
-from torchhook._core.functional import Listener
+from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
@@ -37,7 +37,7 @@ class Taps:
         self._seen_from = seen_from
         self._by_module: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
-        self.root = self._module_tap(InputTap, index.modules[""], "")
+        self.root = self._module_tap(InputTap, index.root, "")
         """Sees the model being called, whatever is asked for."""
 
     # -- reading ------------------------------------------------------------------------------------
@@ -73,23 +73,25 @@ class Taps:
 
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
-        self._by_module.pop((id(self._index.modules[""]), InputTap))
+        self._by_module.pop((id(self._index.root), InputTap))
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
         if self._gradients:
-            root = self._module_tap(OutputTap, self._index.modules[""], "")
+            root = self._module_tap(OutputTap, self._index.root, "")
             root.aliases = [*root.aliases, self.aliases.settle_after]
 
-    def listen(self, listener: Listener | None = None) -> Listener:
-        """See the functional operations inside the modules, with a listener of one's own or the session's."""
-        if self.listener is None or listener is not None:
-            if self._seen_from is None:
-                raise SessionError(
-                    "operations are seen in one thread only, the session's own: leave out threads='all'."
-                )
-            self.listener = Listener(self._scope) if listener is None else listener
-        return self.listener
+    def listen(self, listener: Listener) -> None:
+        """See the functional operations inside the modules."""
+        if self._seen_from is None:
+            raise SessionError("operations are seen in one thread only, the session's own: leave out threads='all'.")
+        self.listener = listener
+
+    def _operation_tap(self, target: Target, inward: bool) -> Tap:
+        if self.listener is None:
+            self.listen(SiteListener(self._scope))
+        assert isinstance(self.listener, SiteListener)
+        return self.listener.tap(target.module, str(target.site.op), target.site.path, inward)
 
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:
@@ -101,9 +103,7 @@ class Taps:
         inward = target.site.port in _INWARD
         if target.site.op is None:
             return self._module_tap(InputTap if inward else OutputTap, target.module, target.site.path)
-        listener = self.listen()
-        taps = listener.inputs if inward else listener.outputs
-        return taps.setdefault((id(target.module), target.site.op), Tap(target.site.path))
+        return self._operation_tap(target, inward)
 
     def _gradient_tap(self, target: Target) -> Tap:
         site = target.site.every_call

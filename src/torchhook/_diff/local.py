@@ -17,6 +17,7 @@ from torchhook._recording.counterparts import Counterparts
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.subclasses import shape
 from torchhook._values.wrappers import like
 
 
@@ -64,7 +65,7 @@ class Feeder:
 
     def _fed(self, value: Any, given: Any, site: Site) -> Any:
         mine, other = _tensors(value), _tensors(given)
-        if [tuple(t.shape) for t in mine] != [tuple(t.shape) for t in other]:
+        if [shape(t) for t in mine] != [shape(t) for t in other]:
             self._own[str(site)] = f"on its own input: {tree.describe(given)} in A, {tree.describe(value)} in B"
             return value
         new = iter(other)

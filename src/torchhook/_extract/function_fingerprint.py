@@ -7,16 +7,13 @@ another one in another version of Python; a store knows which one wrote it, and 
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
 import functools
 import hashlib
 import os
 import re
-import sys
-import sysconfig
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,9 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._extract import fingerprint
+from torchhook._extract.code_objects import (
+    doc_of,
+    functions_of,
+    is_library,
+    is_written,
+    names_in,
+    of_library,
+    reads,
+    uncached,
+)
+from torchhook._features.api import OBJECT
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d+)?")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+# Of configurations of transformers: what they have since they were saved or loaded, and what the weights tell.
+_NO_SETTINGS = frozenset({"transformers_version", "model_type", "architectures", "dtype", "torch_dtype"})
 _SHOWN = 80  # longer lists of values are shown by their digest
 
 
@@ -93,7 +103,8 @@ class Texts:
 
     def _container(self, value: Any, around: tuple[int, ...]) -> str:
         if isinstance(value, Mapping):
-            return "{" + ", ".join(f"{key}: {self.of(item, around)}" for key, item in value.items()) + "}"
+            # Sorted: those made of a set have another order in each process.
+            return "{" + ", ".join(sorted(f"{key}: {self.of(item, around)}" for key, item in value.items())) + "}"
         texts = [self.of(item, around) for item in value]
         if isinstance(value, (set, frozenset)):  # their order is another one in each process
             return "{" + ", ".join(sorted(texts)) + "}"
@@ -104,6 +115,7 @@ class Texts:
             return f"partial({self.of([value.func, value.args, value.keywords], around)})"
         if isinstance(value, types.MethodType):
             return f"{self.of(value.__self__, around)}.{self.of(value.__func__, around)}"
+        value = uncached(value)
         if isinstance(value, types.FunctionType):
             return self._function(value, around)
         if isinstance(value, type):
@@ -126,12 +138,13 @@ class Texts:
         if held is not None:
             return f"{name}({self.of(held, around)})"
         if not self.deep:
-            return name
+            return name if callable(value) else f"{OBJECT}{name}"
         code = self._call(value)
         # One of its own: the repr of object shows where it lies, and that is new in each process.
         own = "__repr__" in {n for c in type(value).__mro__[:-1] for n in vars(c)}
         if own and not fingerprint.ADDRESS.search(repr(value)):
-            return f"{value!r}{code}"
+            told = _untold(value)
+            return f"{value!r}{self.of(told, around) if told else ''}{code}"
         return f"{name}({self.of(getattr(value, '__dict__', {}), around)}){code}"
 
     def _call(self, value: Any) -> str:
@@ -142,9 +155,21 @@ class Texts:
         return f" {self._function(call, (id(value),))}"
 
 
+def _untold(value: Any) -> dict[str, Any]:
+    """What the repr of an object may keep to itself: everything of a user's, and the functions in a library's."""
+    held = getattr(value, "__dict__", {})
+    if type(value).__module__.partition(".")[0] == "torchhook":
+        return {}
+    return {name: one for name, one in held.items() if not of_library(type(value)) or _runs(one)}
+
+
+def _runs(value: Any) -> bool:
+    return any(map(_runs, value)) if isinstance(value, (list, tuple)) else callable(value)
+
+
 def _name(cls: type) -> str:
     # A user's module has one name when it is imported, and another when it is run.
-    return f"{cls.__module__}.{cls.__qualname__}" if _of_library(cls) else cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}" if of_library(cls) else cls.__qualname__
 
 
 def _array(value: Any) -> str:
@@ -166,7 +191,7 @@ def _settings(value: Any) -> Any:
         return vars(value)
     if type(value).__name__.endswith("Config") and hasattr(value, "__dict__"):
         # Private ones say where a configuration came from.
-        return {key: held for key, held in vars(value).items() if key[0] != "_" and key != "transformers_version"}
+        return {key: held for key, held in vars(value).items() if key[0] != "_" and key not in _NO_SETTINGS}
     return None
 
 
@@ -180,7 +205,7 @@ class Code:
         self.values: dict[str, Any] = {}
         """What the functions use that is no code, by its name there."""
         self._parts: list[str] = []
-        self._seen: dict[int, types.FunctionType] = {}  # by id, and alive: the same code may use other values
+        self._seen: dict[int, Any] = {}  # by id, and alive: the same code may use other values
 
     def digest(self) -> str:
         return digest("\n".join(self._parts))
@@ -192,26 +217,66 @@ class Code:
         self._seen[id(function)] = function
         self._parts.append(bytecode(code, function.__doc__))
         for name, value in _held(function):
-            self._use(name, value)
+            self._use(name, value, code)
         # What a library reads of itself is its own affair: registries, loggers, caches.
         if not is_library(code):
             for path in reads(code):
                 found = _reached(function.__globals__, path)
                 if found is not None:
-                    self._use(*found)
+                    self._use(*found, code)
 
-    def _use(self, name: str, value: Any) -> None:
+    def methods(self, cls: type, names: Iterable[str]) -> bool:
+        """Add what methods of these names run of a class, and every method whose name that reaches."""
+        bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins")]
+        pending, done = [*names], set()
+        while pending:
+            name = pending.pop()
+            if name in done:
+                continue
+            done.add(name)
+            for base in bases:  # not only the first: super() reaches the others
+                held = vars(base).get(name)
+                for function in functions_of(held):
+                    self.add(function)
+                    pending += sorted(names_in(function.__code__))
+                if isinstance(held, _OF_CLASS):
+                    self.values[name] = held
+        return bool(bases)
+
+    def _class(self, cls: type, caller: types.CodeType) -> None:
+        """A class of the user's that a function names: of its methods, what the function may run."""
+        self._parts.append(cls.__qualname__)
+        if id(cls) in self._seen or of_library(cls) or issubclass(cls, nn.Module):
+            return
+        self._seen[id(cls)] = cls
+        written = [name for name, held in vars(cls).items() if any(map(is_written, functions_of(held)))]
+        begun = {*_BEGUN, *names_in(caller)}
+        self.methods(cls, [name for name in written if name in begun])
+
+    def _use(self, name: str, value: Any, caller: types.CodeType) -> None:
+        value = uncached(value)
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, type):
+            self._class(value.__self__, caller)  # apply of a class of autograd, say
+            value = value.__func__
         if isinstance(value, types.FunctionType):
             if is_library(value.__code__):
                 self._parts.append(f"{value.__module__}.{value.__qualname__}")
             else:
                 self.add(value)
-        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
+        elif isinstance(value, type):
+            self._class(value, caller)
+        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             self._parts.append(getattr(value, "__qualname__", value.__name__))
         else:
             while name in self.values and self.values[name] is not value:
                 name += "'"  # two functions may have variables of one name
             self.values[name] = value
+
+
+_BEGUN = frozenset({"__init__", "__new__", "__call__", "forward"})
+"""What runs of a class without being named: ``forward`` of those of autograd."""
+_OF_CLASS = (int, float, complex, str, bytes, tuple, list, dict, set, frozenset, Tensor, np.ndarray)
+"""Attributes of a class that are values."""
 
 
 def _held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -235,80 +300,15 @@ def _reached(names: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, Any]
         return None
     value, at = names[path[0]], 1
     while at < len(path) and isinstance(value, (types.ModuleType, type)):
-        if _of_library(value) or not hasattr(value, path[at]):
+        if of_library(value) or not hasattr(value, path[at]):
             break
         value, at = getattr(value, path[at]), at + 1
     return ".".join(path[:at]), value
 
 
-def _of_library(value: Any) -> bool:
-    if isinstance(value, types.ModuleType):
-        return is_library_file(getattr(value, "__file__", None) or "")
-    # What was run is the user's, though a tool of some library may have run it.
-    module = None if value.__module__ == "__main__" else sys.modules.get(value.__module__)
-    return module is not None and is_library_file(getattr(module, "__file__", None) or "")
-
-
-@functools.lru_cache(4096)
-def reads(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """The globals that code reads, each with the attributes that it takes of it at once.
-
-    >>> reads((lambda: torch.nn.functional).__code__)
-    (('torch', 'nn', 'functional'),)
-    """
-    found: dict[tuple[str, ...], None] = {}
-    path: tuple[str, ...] = ()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            path = (step.argval,)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and path:
-            found.pop(path, None)
-            path = (*path, step.argval)
-        else:
-            path = ()
-        if path:
-            found[path] = None
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            found |= dict.fromkeys(reads(inner))
-    return tuple(found)
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Every name that code takes of something, methods of its own among them."""
-    inner = [names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return {*code.co_names}.union(*inner)
-
-
 def bytecode(code: types.CodeType, doc: str | None = None) -> str:
     """What code does, without where it stands and what it says about itself."""
-    constants = [None if doc is not None and c == doc else c for c in code.co_consts]
-    held = [bytecode(c, _doc(c)) if isinstance(c, types.CodeType) else Texts().of(c) for c in constants]
+    first = code.co_consts[:1] if doc is None or code.co_consts[:1] != (doc,) else (None,)
+    constants = (*first, *code.co_consts[1:])
+    held = [bytecode(c, doc_of(c)) if isinstance(c, types.CodeType) else Texts().of(c) for c in constants]
     return f"{code.co_code.hex()} {held} {code.co_names}"
-
-
-def _doc(code: types.CodeType) -> str | None:
-    first = code.co_consts[0] if code.co_consts else None
-    return first if isinstance(first, str) else None
-
-
-# -- whose code -----------------------------------------------------------------------------------------
-
-
-def is_library(code: types.CodeType) -> bool:
-    """Whether code was installed, rather than written by the user."""
-    return is_library_file(code.co_filename)
-
-
-@functools.lru_cache(4096)
-def is_library_file(path: str) -> bool:
-    text = path.replace("\\", "/")
-    if "/site-packages/" in text or "/dist-packages/" in text or "/torchhook/_" in text or text.startswith("<frozen"):
-        return True
-    return not text or any(text.startswith(folder) for folder in _STANDARD)
-
-
-_STANDARD = tuple(
-    {sysconfig.get_paths()[name].replace("\\", "/") + "/" for name in ("stdlib", "platstdlib")}
-    | {__file__.replace("\\", "/").rpartition("/_extract/")[0] + "/"}
-)

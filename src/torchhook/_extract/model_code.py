@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchhook._core.index import Index
-from torchhook._extract.function_fingerprint import Code, Texts, digest, names_in
+from torchhook._extract.function_fingerprint import Code, Texts, digest
 from torchhook._features.api import CHANGES
 
-# Hooks, modes, parameters: what every module has. And where one was loaded from, which is another place elsewhere.
-_OWN = frozenset(vars(nn.Module())) | {"name_or_path"}
+# Hooks, modes, parameters: what every module has. And where one was loaded from, which is another place elsewhere; and
+# how one is trained.
+_OWN = frozenset(vars(nn.Module())) | {"name_or_path", "gradient_checkpointing"}
 _LONG = 60
 
 
@@ -27,6 +26,11 @@ def facts(index: Index, functions: Mapping[str, Any]) -> dict[str, str]:
         # Without values of its own, its code says it all, which the manifest has already.
         if texts != Texts(values=False).of(function):
             found[name] = texts
+        # Modules that are called like functions have code and values of their own, as the model has.
+        for module in function.values() if isinstance(function, Mapping) else (function,):
+            if isinstance(module, nn.Module):
+                inner = Index(module)
+                found |= {f"{name}, {one}": text for one, text in {**_classes(inner), **_attributes(inner)}.items()}
     return found
 
 
@@ -70,33 +74,8 @@ def _script(module: torch.jit.ScriptModule) -> str:
 
 def _code_of(cls: type) -> Code | None:
     """What ``forward`` runs of a class: itself, and every method whose name it reaches."""
-    bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] not in ("torch", "builtins")]
-    code, pending, done = Code(), ["forward", "__call__"], set()
-    while pending:
-        name = pending.pop()
-        if name in done:
-            continue
-        done.add(name)
-        for base in bases:  # not only the first: super() reaches the others
-            held = vars(base).get(name)
-            for function in _functions(held):
-                code.add(function)
-                pending += sorted(names_in(function.__code__))
-            if isinstance(held, (int, float, complex, str, tuple, list, dict)):
-                code.values[name] = held  # an attribute of the class
-    return code if bases else None
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that stand behind an attribute of a class."""
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod)):
-        yield from _functions(value.__func__)
-    elif isinstance(value, property):
-        yield from _functions(value.fget)
-    elif isinstance(value, functools.cached_property):
-        yield from _functions(value.func)
+    code = Code()
+    return code if code.methods(cls, ["forward", "__call__"]) else None
 
 
 # -- values ---------------------------------------------------------------------------------------------

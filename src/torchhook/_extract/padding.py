@@ -47,7 +47,7 @@ class PaddingOf:
             masks = {site: found.of_site(path) for site, path in self.paths.items()}
             return {site: Asked(mask) for site, mask in masks.items() if mask is not None}
         # Once told, it need not be looked for again.
-        if not wanted or self.warned or not look_padded(call, self.pads, self.likely_pads):
+        if not wanted or self.warned or not (found.unread or look_padded(call, self.pads, self.likely_pads)):
             return {}
         return {site: Asked(None) for site in self.paths}
 
@@ -57,10 +57,10 @@ class PaddingOf:
         if asked and not self.warned:
             self.warned = True
             warn(
-                f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known, "
-                "so that padding is part of the features, and other batches give others. Give the model its attention "
-                "mask, or say lengths= (a field of the batch, or a function of it: lengths or a mask; lengths=False "
-                "if this is no padding).",
+                f"{', '.join(map(repr, map(shown, asked[:3])))}: rows of the data look padded, and no mask is known "
+                "that tells where, so that padding is part of the features, and other batches give others. Give the "
+                "model its attention mask, or say lengths= (a field of the batch, or a function of it: lengths or a "
+                "mask; lengths=False if this is no padding).",
                 PaddingWarning,
             )
 

@@ -205,7 +205,11 @@ def _of_loader(loader: DataLoader[Any], batch_size: int | None, workers: int | N
         return Stream(Worked(loader), loader.batch_size, tolerant)
     if loader.batch_sampler is None:  # it does not say how many rows a batch has
         return Stream(loader, tolerant=tolerant)
-    listed = _listed(loader)
+    # What a loader of the user's own makes of its batches, nobody else knows: it is asked for them.
+    own = type(loader).__iter__ is not DataLoader.__iter__
+    listed = None if own and loader.batch_size is None else _listed(loader)  # a sampler may then be one without end
+    if own:
+        return Stream(loader, tolerant=tolerant)
     ends = None
     if loader.batch_size is None and batch_size is None:
         ends = list(itertools.accumulate(map(len, listed or ())))
@@ -246,7 +250,9 @@ def _listed(loader: DataLoader[Any]) -> list[list[int]] | None:
 
     As batches where a batch sampler makes them, else as one; ``None`` if they are all rows in their own order.
     """
-    if isinstance(loader.sampler, SequentialSampler) and loader.batch_size is not None:
+    # Exactly this: a subclass may have another order, and one over other data has another number of rows.
+    sequential = type(loader.sampler) is SequentialSampler and len(loader.sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    if sequential and loader.batch_size is not None:
         return None
     random = isinstance(loader.sampler, RandomSampler)
     # A random sampler is not tried: two orders of a few rows may be the same by chance.

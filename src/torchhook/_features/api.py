@@ -1,6 +1,6 @@
 """What other rooms use of a feature store: reading it, and the files that extraction writes. Nothing runs a model."""
 
-from torchhook._features.differences import CHANGES
+from torchhook._features.differences import CHANGES, OBJECT
 from torchhook._features.direct_io import empty as aligned_empty
 from torchhook._features.features import Features, open_features
 from torchhook._features.index import Contents, Entry, Page
@@ -13,6 +13,7 @@ __all__ = [
     "CHANGES",
     "IDS",
     "LABELS",
+    "OBJECT",
     "ColumnSpec",
     "Contents",
     "Entry",

@@ -8,6 +8,8 @@ from typing import Any
 
 CHANGES = "(changes as it runs)"
 """Stands for a value that the model or a function changes itself: a counter, a cache. It cannot be compared."""
+OBJECT = "an object: "
+"""Stands before the class of a value of which no more is known, and which is not called either."""
 _DIGEST = re.compile(r"\b[0-9a-f]{12}\b")
 _SPANS = {
     "rows": "{} of the data {} read otherwise",
@@ -33,7 +35,9 @@ def code(mine: Mapping[str, str], theirs: Mapping[str, str], same_python: bool) 
         one, other = mine.get(name, "(none)"), theirs.get(name, "(none)")
         # Libraries leave private marks on modules, as on those that were loaded rather than made.
         marked = "(none)" in (one, other) and name.rpartition(".")[2].startswith("_")
-        if CHANGES in (one, other) or marked:
+        # A logger or a trainer that is held on to in one of the two runs.
+        held = {one, other} & {"(none)", "None"} and any(text.startswith(OBJECT) for text in (one, other))
+        if CHANGES in (one, other) or marked or held:
             continue
         yield from texts(f"code of {name}", one, other, same_python)
 

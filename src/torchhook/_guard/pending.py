@@ -48,7 +48,7 @@ class Pending:
         owned = [getattr(module, name) for module, name in index.tensors.values()]
         self._owned = frozenset(map(id, owned))
         self._keep = Keep("copy")
-        self._keep.owns(t for t in owned if isinstance(t, Tensor))
+        self._keep.owned_by(lambda: [t for t in owned if isinstance(t, Tensor)])
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         self._keep.called_with(tensors)

@@ -117,7 +117,7 @@ class Watcher(Listener):
     # -- operations ---------------------------------------------------------------------------
 
     def before(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # An in-place operation destroys the input that a finding has to show, so that is copied first. What is
         # recomputed was checked in its first run.

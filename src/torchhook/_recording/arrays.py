@@ -6,6 +6,7 @@ What ONNX Runtime, JAX, numpy or another framework computed is named by the site
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def read(path: str | os.PathLike[str], known: Collection[str] = ()) -> Recording
     """The recording in a file: torchhook's own, or the arrays of a safetensors or npz file."""
     path = Path(path)
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
+        with _archive(path) as file:
             return recording({key: _entry(path, file, key) for key in file.files}, path.name, known)
     if path.suffix != ".safetensors":
         raise RecordingFileError(
@@ -69,6 +70,13 @@ def read(path: str | os.PathLike[str], known: Collection[str] = ()) -> Recording
             return recording({key: file.get_tensor(key) for key in file.keys()}, path.name, known)  # noqa: SIM118
     except SafetensorError as error:
         raise RecordingFileError(f"{path} is no safetensors file: {error}.") from error
+
+
+def _archive(path: Path) -> Any:
+    # numpy takes what is no archive for pickled objects, and says to allow them.
+    if path.exists() and not zipfile.is_zipfile(path):
+        raise RecordingFileError(f"{path} is no npz file, as np.savez writes it, or a damaged one.")
+    return np.load(path, allow_pickle=False)
 
 
 def _entry(path: Path, file: Any, key: str) -> Any:

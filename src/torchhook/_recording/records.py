@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,15 @@ class Recording:
         self._stores: dict[Site, MemoryStore] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
+        self.other_names: Callable[[], Iterable[tuple[str, str]]] = tuple
+        """Finds more of them: other names of shared modules, each with the one that was recorded."""
         self._waits: list[Callable[[], None]] = []
 
     # A copy or a pickle holds what was kept so far, and its own counter goes on from there.
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
+        self._find_other_names()
         return {**self.__dict__, "order": None, "_waits": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,10 +135,10 @@ class Recording:
             self._stores[site] = MemoryStore(limit)
         return self._stores[site]
 
-    def add_alias(self, name: str, path: str) -> None:
-        """Let a shared module be read under another of its names."""
-        if name != path:
-            self._aliases.add((name, path))
+    def _find_other_names(self) -> None:
+        """Let shared modules be read under each of their names."""
+        find, self.other_names = self.other_names, tuple
+        self._aliases.update(find())
 
     def wait_with(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` before anything is read: values may still be on their way."""
@@ -264,8 +267,10 @@ class Recording:
 
     def _recorded(self, site: Site) -> Site:
         """The site under the name that it was recorded by. Its ports may have been asked for by different names."""
-        names = [site.path, *(path for name, path in self._aliases if name == site.path)]
-        here = (site.but(path=name) for name in names)
+        if site in self._stores:
+            return site
+        self._find_other_names()
+        here = (site.but(path=path) for name, path in self._aliases if name == site.path)
         return next((known for known in here if known in self._stores), site)
 
     def _calls(self, site: Site, call: int | None) -> list[Row]:
@@ -337,6 +342,7 @@ class Recording:
     def save(self, path: str | Path) -> Path:
         """Write the recording as one safetensors file: the tensors, and the rest as JSON in its metadata."""
         records = self.records()
+        self._find_other_names()
         return saving.save(
             path,
             [record.value for record in records],

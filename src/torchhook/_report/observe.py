@@ -82,7 +82,7 @@ def observe(
 
 
 def _examples(given: Inputs) -> int:
-    return next((tensor.shape[0] for tensor in tree.tensors(given) if tensor.dim()), 1)
+    return next((tensor.size(0) for tensor in tree.tensors(given) if tensor.dim()), 1)
 
 
 def _backward(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchhook._values import tree
@@ -15,6 +16,10 @@ from torchhook._values.tree import Inputs
 _REAL = "attention_mask"
 _PADDED = "key_padding_mask"
 """PyTorch's own name, whose masks are true where others are false."""
+_LEAVES_OUT = -1e3
+"""Whoever adds so little to a score leaves a position out."""
+_UNCLEAR = "padding_mask"
+"""True at the padding for some, and elsewhere for others."""
 
 # What the names of masks begin with, by the part of a model that they are about: transformers' names, and torch's.
 _OF_PART = {"decoder": ("decoder_", "tgt_"), "encoder": ("encoder_", "src_", ""), "vision": ("pixel_", "vision_")}
@@ -27,6 +32,8 @@ class CallMasks:
 
     masks: Mapping[str, Tensor]
     names: Collection[str]
+    unread: bool = False
+    """Whether there is a mask by its name, other for other rows, of which nobody can say what is padding."""
 
     def of_site(self, path: str) -> Masks | None:
         """What is known of the padding of what passes a module."""
@@ -74,14 +81,32 @@ def masks_in(inputs: Inputs, parameters: Sequence[str], also: Mapping[str, Any] 
     # Beside one for padding, a plain mask says who may attend to whom.
     plain = not any(name.endswith(_PADDED) for name in parameters)
     found: dict[str, Tensor] = {}
-    for name, value in {**(also or {}), **named}.items():
-        if isinstance(value, Tensor) and value.dim() == 2 and len(value) == rows:
-            if (name not in named or name == "mask") and value.shape[1] not in widths:
+    unread = False
+    for name, held in {**(also or {}), **named}.items():
+        if isinstance(held, Tensor) and not held.is_nested and held.dim() > 1 and len(held) == rows:
+            value = _of_positions(held)
+            if (name not in named or name == "mask") and value.shape[-1] not in widths:
                 continue
-            mask = _mask(name, value, plain)
-            if mask is not None:
+            mask = _mask(name, value, plain) if value.dim() == 2 else None
+            if mask is not None and not _is_causal(mask):
                 found[name] = mask
-    return CallMasks(found, named.keys())
+            elif name.endswith((_REAL, _UNCLEAR)) and bool((held != held[:1]).any()):
+                unread = True
+    return CallMasks(found, named.keys(), unread)
+
+
+def _of_positions(mask: Tensor) -> Tensor:
+    """A mask ``(N, 1, 1, T)``, one for all heads and queries, as ``(N, T)``; any other as it is."""
+    between = mask.shape[1:-1]
+    return mask.flatten(0, -2) if between and all(size == 1 for size in between) else mask
+
+
+def _is_causal(mask: Tensor) -> bool:
+    """Whether a mask of as many rows as positions says who may attend to whom: each to itself, and one side of it."""
+    rows, width = mask.shape
+    if rows != width or rows < 2 or not bool(mask.diagonal().all()) or bool(mask.all()):
+        return False
+    return torch.equal(mask, mask.tril()) or torch.equal(mask, mask.triu())
 
 
 def _with_rows(inputs: Inputs) -> Iterator[Tensor]:
@@ -101,6 +126,8 @@ def _mask(name: str, value: Tensor, plain: bool) -> Tensor | None:
         # Floats are added to scores: zero changes nothing.
         return value.detach().cpu() == 0
     if name.endswith(_REAL) or (plain and name == "mask"):
+        if value.is_floating_point() and bool(((value == 0) | (value <= _LEAVES_OUT)).all()) and bool(value.any()):
+            return value.detach().cpu() == 0  # added to scores
         mask = as_mask(value)
         # Floats that are zero throughout are to be added to scores: they take nothing away.
         return mask if mask is not None and (not value.is_floating_point() or bool(mask.any())) else None

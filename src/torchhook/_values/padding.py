@@ -42,6 +42,8 @@ class Masks:
     """Masks of one batch, each with the name under which it was found: ``(rows, width)``, true where it is real."""
 
     masks: tuple[tuple[str, Tensor], ...]
+    cut: tuple[tuple[str, int, int], ...] = ()
+    """Names and widths of masks that lack positions which a row alone would have kept, and the first of such rows."""
 
     def fits(self, rows: int, width: int) -> bool:
         return any(mask.shape == (rows, width) for _, mask in self.masks)
@@ -63,10 +65,24 @@ class Masks:
         for other, second in others:
             if not torch.equal(mask, second):
                 raise TransformError(f"{name} and {other} both fit the value, and differ. {_WAY_OUT}")
+        for row in (row for *one, row in self.cut if one == [name, width]):
+            raise TransformError(
+                f"{name}: narrow has cut off positions that row {row} of the batch would have kept alone and unpadded. "
+                "Choose them with transforms.tokens([...]), which counts without padding, or pad on the other side."
+            )
         return _checked(name, mask)
 
     def sliced(self, positions: slice) -> Masks:
-        return Masks(tuple((name, mask[:, positions]) for name, mask in self.masks))
+        left, cut = [], []
+        for name, mask in self.masks:
+            wanted = _kept_alone(mask, positions)
+            there = wanted[:, positions]
+            left.append((name, there))
+            # What an earlier one has cut off is gone for this one, too.
+            lost = [row for one, width, row in self.cut if (one, width) == (name, mask.shape[1])]
+            lost += (wanted.sum(1) > there.sum(1)).nonzero().flatten().tolist()
+            cut += [(name, there.shape[1], lost[0])] if lost else []
+        return Masks(tuple(left), tuple(cut))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,25 +115,38 @@ class Lengths:
         return torch.arange(width) < self.lengths[:, None]
 
     def sliced(self, positions: slice) -> Masks:
-        return Masks(tuple(("lengths=", self._mask(size)[:, positions]) for size in self.sizes or (self.longest,)))
+        return Masks(tuple(("lengths=", self._mask(size)) for size in self.sizes or (self.longest,))).sliced(positions)
 
 
 class Asked:
     """What is known, and whether a transform wanted it; with ``None``, rows are padded and nobody knows where."""
 
-    def __init__(self, known: Known | None) -> None:
-        self.known, self.asked = known, False
+    def __init__(self, known: Known | None, whole: Asked | None = None) -> None:
+        self.known, self.asked, self.whole = known, False, whole
 
     def fits(self, rows: int, width: int) -> bool:
         return self.known is None or self.known.fits(rows, width)
 
     def at(self, rows: int, width: int) -> Tensor | None:
         self.asked = True
+        if self.whole is not None:  # of which this is a part
+            self.whole.asked = True
         return None if self.known is None else self.known.at(rows, width)
 
     def sliced(self, positions: slice) -> Known:
-        rest = None if self.known is None else self.known.sliced(positions)
-        return self if rest is None else rest
+        return self if self.known is None else Asked(self.known.sliced(positions), self.whole or self)
+
+
+def _kept_alone(mask: Tensor, positions: slice) -> Tensor:
+    """The positions of each row that a slice means of the row alone.
+
+    >>> _kept_alone(torch.tensor([[False, True, True], [True, True, True]]), slice(1, None)).tolist()
+    [[False, False, True], [False, True, True]]
+    """
+    kept = torch.zeros_like(mask)
+    for row, real in enumerate(mask):
+        kept[row, real.nonzero().squeeze(1).numpy()[positions]] = True
+    return kept
 
 
 def _checked(name: str, mask: Tensor) -> Tensor | None:

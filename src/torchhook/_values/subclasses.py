@@ -72,6 +72,15 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.redistribute(mesh, _placements(other))  # type: ignore[attr-defined, no-any-return]
 
 
+def shape(tensor: Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor; of a nested one, which may have none, those of its rows.
+
+    >>> shape(torch.ones(2, 3)), shape(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+    ((2, 3), ((1,), (2,)))
+    """
+    return tuple(tuple(row.shape) for row in tensor.unbind()) if tensor.is_nested else tuple(tensor.shape)
+
+
 def traits(tensor: Tensor) -> dict[str, Any]:
     """What whoever goes on with a value counts on.
 
@@ -79,7 +88,7 @@ def traits(tensor: Tensor) -> dict[str, Any]:
     {'kind of tensor': 'Tensor', 'shape': (2,), 'dtype': torch.float32, 'device': device(type='cpu')}
     """
     kind = "DTensor" if is_distributed(tensor) else "Tensor"
-    return {"kind of tensor": kind, "shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": tensor.device}
+    return {"kind of tensor": kind, "shape": shape(tensor), "dtype": tensor.dtype, "device": tensor.device}
 
 
 def sharded_over(tensor: Tensor) -> tuple[Any, ...]:

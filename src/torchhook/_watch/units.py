@@ -12,6 +12,7 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
+from torchhook._values.elements import measurable, real
 from torchhook._values.layout import channel_dim, spatial_dims
 
 # Only those whose output is exactly zero for all that is below zero: a unit of a GELU or a leaky ReLU still learns.
@@ -36,7 +37,7 @@ class Units:
         """At the output of a layer."""
 
         def look(value: Any, call: int) -> None:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not value.is_nested:  # which may have no shape at all
                 dim = channel_dim(module, value.dim())
                 if dim is not None:
                     self._dims[value.shape] = dim
@@ -45,7 +46,7 @@ class Units:
 
     def alive(self, tensor: Tensor) -> Tensor | None:
         """For each unit, whether it is anything but zero somewhere; nothing is below. Not where units are unknown."""
-        if tensor.dim() < 2:
+        if tensor.dim() < 2 or not measurable(tensor):
             return None
         unit = self._dims.get(tensor.shape)
         if unit is None:
@@ -54,7 +55,7 @@ class Units:
                 return None
             unit = 2 if tensor.dim() == 3 else 1
         # Nothing is below zero after a rectifier, so the greatest value tells, in one pass and without a copy.
-        return tensor.detach().amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
+        return real(tensor.detach()).amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
 
 
 def layers(index: Index) -> Iterator[Target]:

@@ -38,7 +38,7 @@ class _Replace(CataloguedEdit):
     def __call__(self, value: Any, site: Site) -> Any:
         new = self.new
         if isinstance(new, (Tensor, int, float)):
-            return change_one(lambda t: fitting(new, t, site).expand_as(t).clone(), value, site, "replace")
+            return change_one(lambda t: like(fitting(new, t, site).expand_as(t), t), value, site, "replace")
         return tree.map_tensors(torch.clone, new)  # the model may write to it
 
 
@@ -93,6 +93,8 @@ class _Mean(CataloguedEdit):
     dim: int | tuple[int, ...] = 0
 
     def __call__(self, value: Any, site: Site) -> Any:
+        if any(tensor.is_nested for tensor in tree.tensors(value)):
+            raise EditError(f"{site.shown}: edits.mean needs dims that all rows share, and this value is nested.")
         return change_all(lambda t: t.mean(dim=self.dim, keepdim=True).expand_as(t).clone(), value, site, "mean")
 
 

@@ -66,6 +66,8 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    if tensor.is_nested and tensor.layout == torch.strided:  # it has no shape, and few operations
+        return torch.nested.as_nested_tensor([through_numbers(change, row) for row in tensor.unbind()])
     return placed_like(through_numbers(change, tensor), tensor)
 
 
