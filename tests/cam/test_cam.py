@@ -220,6 +220,8 @@ def test_maps_agree_with_grad_cam(method: str, theirs: str) -> None:
 def test_maps_agree_with_torchcam(method: str, theirs: str) -> None:
     methods = peer("torchcam.methods")
     model, x = Small().eval(), torch.randn(2, 3, 16, 16)
+    if not hasattr(getattr(methods, theirs), "__enter__"):
+        pytest.skip("the newest torchcam for Python 3.10 takes one image at a time")
     with getattr(methods, theirs)(model, "features") as tool:
         scores = model(x)
         found = tool([3, 1], scores)[0]

@@ -72,7 +72,8 @@ def _keys(count, seed):
     for _ in range(count):
         parts = tuple(_part(chance, size) for size in (ROWS, *SHAPE, 3)[: chance.randrange(5)])
         if chance.random() < 0.1:
-            parts = (torch.tensor([[chance.random() < 0.2 for _ in range(4)] for _ in range(ROWS)]), *parts[2:3])
+            more = () if torch.__version__.startswith("2.6.") else parts[2:3]  # it miscounts the dims after a mask
+            parts = (torch.tensor([[chance.random() < 0.2 for _ in range(4)] for _ in range(ROWS)]), *more)
         # Of more than one ellipsis, torch itself accepts some and miscounts others.
         if sum(part is Ellipsis for part in parts) < 2:
             yield parts[0] if len(parts) == 1 and chance.random() < 0.5 else parts

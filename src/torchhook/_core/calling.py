@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchhook import _torch
 from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
 from torchhook._values import tree
@@ -189,6 +190,17 @@ def _reassign(module: nn.Module, held: dict[str, Any]) -> None:
     own.update(held)
 
 
+def _as_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A subclass may refuse whatever it was not made for, as the causal bias of torch 2.6 does: it is not asked."""
+
+    @functools.wraps(function)
+    def unasked(*args: Any) -> Any:
+        with _torch.unheard():
+            return function(*args)
+
+    return unasked
+
+
 def _into(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
     """What puts back the contents of a value, where it is a tensor or a container."""
     if id(value) in seen:
@@ -219,6 +231,7 @@ def _ids(container: Any) -> list[Any]:
 
 
 @torch.no_grad()
+@_as_plain
 def _refill(tensor: Tensor, copy: Tensor) -> None:
     if tensor.shape != copy.shape or tensor.dtype != copy.dtype or tensor.device != copy.device:
         tensor.data = copy.clone()
@@ -226,6 +239,7 @@ def _refill(tensor: Tensor, copy: Tensor) -> None:
         tensor.copy_(copy)
 
 
+@_as_plain
 def _copy(tensor: Tensor) -> Tensor | None:
     """A copy of what a forward pass may write to; a parameter is for the optimizer alone."""
     if isinstance(tensor, (nn.Parameter, nn.parameter.UninitializedBuffer)):

@@ -277,7 +277,10 @@ _latest = Latest()
 
 def _view(tensor: Tensor, listener: Listener) -> Tensor:
     with torch.enable_grad():  # it must stay on the graph, whoever runs the module
-        alias = tensor[...]  # with the very strides: view_as changes those of dims that have one element
+        try:
+            alias = tensor[...]  # with the very strides: view_as changes those of dims that have one element
+        except NotImplementedError:  # by DTensors of torch 2.6
+            alias = tensor.view_as(tensor)
     if alias.grad_fn is not None:
         _latest.made(sequence_number(alias.grad_fn), listener)
     setattr(alias, _MARK, Mark(listener, tensor, version(alias) if counts_versions(alias) else None, WeakSet()))
