@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from models import import_torchvision, import_transformers
 from torch import Tensor, nn
 
 STAGES = ["relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
@@ -34,37 +32,18 @@ class Sizes:
         self.dtype = torch.float32 if self.tiny else torch.bfloat16
 
 
-def _torchvision() -> Any:
-    """torchvision's wheels miss two operators beside a CPU build of torch; the tests know what to do."""
-    try:
-        import torchvision
-    except (RuntimeError, AttributeError):
-        sys.path.insert(0, str(Path(__file__).parent.parent))
-        import tests.conftest  # noqa: F401
-        import torchvision
-    return torchvision
-
-
 def resnet50(sizes: Sizes) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = _torchvision().models.resnet50(weights=None).to(sizes.device).eval()
+    model = import_torchvision().models.resnet50(weights=None).to(sizes.device).eval()
     return model, torch.randn(sizes.batch, 3, sizes.pixels, sizes.pixels, device=sizes.device)
-
-
-def _transformers() -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import transformers
-
-    return transformers
 
 
 def gpt2_medium(sizes: Sizes) -> tuple[nn.Module, dict[str, Any]]:
     """With its head, so that blocks are ``transformer.h.0``; the dict holds the keywords of a call."""
     torch.manual_seed(0)
     shape = {"n_embd": 32, "n_head": 2} if sizes.tiny else {"n_embd": 1024, "n_head": 16}
-    config = _transformers().GPT2Config(n_layer=sizes.gpt_blocks, **shape)
-    model = _transformers().GPT2LMHeadModel(config).to(sizes.device, sizes.dtype).eval()
+    config = import_transformers().GPT2Config(n_layer=sizes.gpt_blocks, **shape)
+    model = import_transformers().GPT2LMHeadModel(config).to(sizes.device, sizes.dtype).eval()
     ids = torch.randint(0, 50_000, sizes.tokens, device=sizes.device)
     return model, {"input_ids": ids, "use_cache": False}
 
@@ -74,12 +53,12 @@ def llama(sizes: Sizes) -> nn.Module:
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 32_000}
     large = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32, "vocab_size": 32_000}
-    config = _transformers().LlamaConfig(num_hidden_layers=sizes.big_blocks, **(small if sizes.tiny else large))
+    config = import_transformers().LlamaConfig(num_hidden_layers=sizes.big_blocks, **(small if sizes.tiny else large))
     before = torch.get_default_dtype()
     torch.set_default_dtype(sizes.dtype)
     try:
         with torch.device(sizes.device):
-            return _transformers().LlamaModel(config).eval()
+            return import_transformers().LlamaModel(config).eval()
     finally:
         torch.set_default_dtype(before)
 

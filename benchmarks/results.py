@@ -9,15 +9,25 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "torch torchvision transformers timm captum nnsight transformer-lens torchlens torch-featurelayer torchhook grad-cam "
-    "torchcam datasets numpy"
-).split()
+PACKAGES = {
+    "torch",
+    "torchvision",
+    "transformers",
+    "timm",
+    "captum",
+    "nnsight",
+    "transformer-lens",
+    "torchlens",
+    "torch-featurelayer",
+    "grad-cam",
+    "torchcam",
+    "datasets",
+    "numpy",
+}
 
 
 @dataclasses.dataclass
@@ -32,6 +42,8 @@ class Row:
     wrong: int | None = None
     values: int | None = None
     note: str = ""
+    column: str = ""
+    """Where one table holds many: the column of this one."""
     more_is_better: bool = False
 
     @property
@@ -81,9 +93,10 @@ class Report:
 
     def add(self, *rows: Row) -> None:
         for row in rows:
-            if row.work != self._work:
-                print(f"\n{row.work}", flush=True)
-                self._work = row.work
+            title = f"{row.work}: {row.column}" if row.column else row.work
+            if title != self._work:
+                print(f"\n{title}", flush=True)
+                self._work = title
             way, ratio, must, aim, verdict, wrong, note = row.cells()
             goals = f"must {must:<5} aim {aim:<5} {verdict}" if must else ""
             wrong = f"{wrong} wrong" if wrong else ""
@@ -111,7 +124,7 @@ class Report:
 
     @property
     def missed(self) -> list[Row]:
-        return [row for row in self.rows if row.verdict in ("MISSED", "NOT MEASURED") or row.wrong and row.must]
+        return [row for row in self.rows if row.verdict in ("MISSED", "NOT MEASURED") or (row.wrong and row.must)]
 
     def close(self) -> None:
         """Say at the end what is missed."""
@@ -138,7 +151,7 @@ def environment() -> dict[str, Any]:
     return {
         "machine": machine,
         "python": platform.python_version(),
-        "versions": dict(_versions(PACKAGES)),
+        "versions": _versions(),
         "commit": commit(),
     }
 
@@ -151,12 +164,10 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
-    for name in names:
-        try:
-            yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+def _versions() -> dict[str, str]:
+    installed = importlib.metadata.distributions()
+    found = {item.metadata["Name"].lower().replace("_", "-"): item.version for item in installed}
+    return {name: version for name, version in sorted(found.items()) if name in PACKAGES}
 
 
 def commit() -> str:

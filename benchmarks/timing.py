@@ -17,6 +17,7 @@ def measure(
     *,
     wait: Run = lambda: None,
     seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds for one call of each contestant, one number for each round it took part in.
 
@@ -26,8 +27,9 @@ def measure(
         repeat: calls in each turn.
         wait: called before and after each turn; on a GPU, its synchronization.
         seconds: stop after about so long, once each has had three turns.
+        clock: ``time.process_time`` where everything is computed in this process and others disturb it.
     """
-    first = {name: min(_turn(run, 1, wait) for _ in range(2)) for name, run in contestants.items()}
+    first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
     slow = {name for name, took in first.items() if took > 10 * min(first.values())}
     times: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -37,7 +39,7 @@ def measure(
         shuffle.shuffle(names)
         for name in names:
             if name not in slow or number % 5 == 0 or len(times[name]) < 3:
-                times[name].append(_turn(contestants[name], 1 if name in slow else repeat, wait))
+                times[name].append(_turn(contestants[name], 1 if name in slow else repeat, wait, clock))
         if number >= 2 and time.perf_counter() > end:
             break
     return times
@@ -50,22 +52,23 @@ def compare(
     *,
     wait: Run = lambda: None,
     seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds for one call of each contestant; the arguments are those of ``measure``."""
-    found = measure(contestants, rounds, repeat, wait=wait, seconds=seconds)
+    found = measure(contestants, rounds, repeat, wait=wait, seconds=seconds, clock=clock)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def growth(cost: Callable[[int], float], sizes: list[int]) -> tuple[float, float]:
-    """What one more costs, and what none would: the line through ``cost`` at the sizes, by least squares."""
-    line = statistics.linear_regression(sizes, [cost(size) for size in sizes])
-    return line.slope, line.intercept
+def line(costs: Mapping[int, float]) -> tuple[float, float]:
+    """What one more costs, and what none would: the line through the costs at some sizes, by least squares."""
+    found = statistics.linear_regression(list(costs), list(costs.values()))
+    return found.slope, found.intercept
 
 
-def _turn(run: Run, repeat: int, wait: Run) -> float:
+def _turn(run: Run, repeat: int, wait: Run, clock: Callable[[], float]) -> float:
     wait()
-    started = time.perf_counter()
+    started = clock()
     for _ in range(repeat):
         run()
     wait()
-    return (time.perf_counter() - started) / repeat
+    return (clock() - started) / repeat
