@@ -334,7 +334,7 @@ class LensWork(Work):
 
     @property
     def all(self) -> list[str]:
-        return [name for name in super().all if name.split(".")[-1].startswith("hook_")]
+        return [name for name in super().all if name in self.model.hook_dict]
 
 
 def lens_work() -> Work:
@@ -365,7 +365,9 @@ def torchlens_per_call(work: Work, names: list[str]) -> Run:
     import torchlens
 
     often = {name for name, calls in bare_per_call(own_copy(work), names)().items() if len(calls) > 1}
-    wanted = {name: f"{name}:1" if name in often else name for name in names}
+    # What the last module returns is the model's output there, and has no other name.
+    last = [name for name, _ in work.model.named_modules()][-1]
+    wanted = {name: f"{name}:1" if name in often else name for name in names if name != last}
     return lambda: singly(torchlens.extract(work.model, *work.args, wanted))
 
 
