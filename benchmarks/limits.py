@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from bare import Newest, judged
+from bare import Newest, clone, judged
 from models import Work, chain, large
 from results import Row
 from timing import compare
@@ -86,24 +86,30 @@ def per_call(seconds: float) -> Iterator[Row]:
 def opening(seconds: float) -> Iterator[Row]:
     """One named layer, opened and closed, in models of 100 and of 10,000 modules.
 
-    Nothing runs in between, which a session finds out and says at each end: that is part of the cost. Where the layer
-    runs, it is called alone, and so that its own time is in both.
+    Where nothing runs in between, a session finds that out and says it at each end: that is part of the cost. Where the
+    layer runs, it is called alone, beside a bare hook that clones.
     """
+    for title, runs_too in {
+        "One named layer, opened and closed": False,
+        "One named layer, opened, called alone, closed": True,
+    }.items():
+        yield from opened_and_closed(title, runs_too, seconds)
+
+
+def opened_and_closed(title: str, runs_too: bool, seconds: float) -> Iterator[Row]:
     runs: dict[str, Run] = {}
     notes: dict[str, str] = {}
     for size in (100, 10_000):
         work = large(size)
+        between = layer(work) if runs_too else None
         session = functools.partial(th.capture, work.model, work.one)
-        runs[f"get_submodule, hook, remove, {size:,} modules"] = bare_hook(work)
-        runs[f"th.capture, {size:,} modules"] = opened(session)
-        again = reopened(session())
+        runs[f"get_submodule, hook, remove, {size:,} modules"] = bare_hook(work, between)
+        runs[f"th.capture, {size:,} modules"] = opened(session, between)
+        again = reopened(session(), between)
         if isinstance(again, str):
             notes[f"prepared, reopened, {size:,} modules"] = again
         else:
             runs[f"prepared, reopened, {size:,} modules"] = again
-    runs["get_submodule, hook, the layer runs, remove"] = bare_hook(work, runs_too=True)
-    runs["th.capture, the layer runs, 10,000 modules"] = opened(session, layer(work))
-    title = "One named layer, opened and closed"
     goals: dict[str, tuple[float | None, float | None]] = {
         "th.capture, 100 modules": (5, None),
         "th.capture, 10,000 modules": (5, None),
@@ -119,11 +125,12 @@ def opening(seconds: float) -> Iterator[Row]:
     yield Row(title, "th.capture: 10,000 modules against 100", growth, 1.2)
 
 
-def bare_hook(work: Work, runs_too: bool = False) -> Run:
-    model, name, between = work.model, work.one, layer(work) if runs_too else None
+def bare_hook(work: Work, between: Run | None) -> Run:
+    model, name = work.model, work.one
 
     def run() -> None:
-        handle = model.get_submodule(name).register_forward_hook(lambda module, args, output: None)
+        kept: list[Tensor] = []
+        handle = model.get_submodule(name).register_forward_hook(lambda m, args, output: kept.append(clone(output)))
         if between is not None:
             between()
         handle.remove()
@@ -136,7 +143,7 @@ def layer(work: Work) -> Run:
     return lambda: module(x)
 
 
-def opened(session: Callable[[], Any], between: Run | None = None) -> Run:
+def opened(session: Callable[[], Any], between: Run | None) -> Run:
     def run() -> None:
         live = session().open()
         if between is not None:
@@ -146,10 +153,8 @@ def opened(session: Callable[[], Any], between: Run | None = None) -> Run:
     return run
 
 
-def reopened(session: Any) -> Run | str:
-    def run() -> None:
-        session.open().close()
-
+def reopened(session: Any, between: Run | None) -> Run | str:
+    run = opened(lambda: session, between)
     try:
         run()
         run()
