@@ -20,7 +20,7 @@ import torch
 from capture import message
 from models import import_torchvision
 from results import Report, Row
-from timing import compare
+from timing import ratios
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,7 +76,9 @@ WAYS = {"torchhook": ours, "grad-cam": grad_cam, "torchcam": torchcam}
 def wrong_maps(found: Tensor, true: Tensor) -> int:
     """Maps that do not agree with those by hand, whatever their size and scale: their correlation is below 0.99."""
     true = F.interpolate(true[:, None].float(), found.shape[1:], mode="bilinear", align_corners=False)[:, 0]
-    return sum(not float(torch.corrcoef(torch.stack(pair))[0, 1]) > 0.99 for pair in zip(*_flat(found, true), strict=True))
+    return sum(
+        not float(torch.corrcoef(torch.stack(pair))[0, 1]) > 0.99 for pair in zip(*_flat(found, true), strict=True)
+    )
 
 
 def _flat(*maps: Tensor) -> list[Tensor]:
@@ -99,9 +101,11 @@ def rows(seconds: float) -> Iterator[Row]:
                 runs[way] = run
             except Exception as error:
                 yield Row(work, way, None, note=message(error))
-        times = compare(runs, rounds=50, repeat=1, seconds=seconds, clock=time.process_time)
-        for way in wrong:
-            yield Row(work, way, times[way] / times["plain"], wrong=wrong[way], values=len(x))
+        found = ratios(runs, rounds=50, repeat=1, seconds=seconds, clock=time.process_time)
+        for way, count in wrong.items():
+            ratio = found[way]
+            between = {"low": ratio.low, "high": ratio.high}
+            yield Row(work, way, ratio.median, wrong=count, values=len(x), **between)
 
 
 def main() -> None:

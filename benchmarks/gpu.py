@@ -25,7 +25,7 @@ from bare import Bare, clone, count_wrong, judged, leaves, same, to_host
 from gpu_disk import to_disk
 from gpu_models import STAGES, Sizes, gpt2_medium, llama, resnet50, trainer
 from results import Report, Row
-from timing import compare
+from timing import ratios
 from torch import Tensor, nn
 
 import torchhook as th
@@ -58,14 +58,15 @@ class Bench:
     ) -> list[Row]:
         """Everything in turns; the rows of ``ours`` have what they must reach, and the wrong values."""
         runs = {plain_name: plain, **beside, **{way: run for way, (run, _) in ours.items()}}
-        times = compare(runs, rounds=rounds, repeat=1, wait=self.wait, seconds=self.seconds)
-        ratio = {way: seconds / times[plain_name] for way, seconds in times.items()}
+        found = ratios(runs, rounds=rounds, repeat=1, wait=self.wait, seconds=self.seconds)
         judged_beside = wrong if isinstance(wrong, dict) else dict.fromkeys(ours, wrong)
-        return [
-            Row(work, plain_name, 1.0, note=f"{times[plain_name] * 1e3:.2f} ms"),
-            *(Row(work, way, ratio[way]) for way in beside),
-            *(Row(work, way, ratio[way], *goals, *judged_beside[way]) for way, (_, goals) in ours.items()),
-        ]
+        rows = []
+        for way, ratio in found.items():
+            goals = ours[way][1] if way in ours else (None, None)
+            counts = judged_beside.get(way, (None, None))
+            note = f"{ratio.seconds * 1e3:.2f} ms" if way == plain_name else ""
+            rows.append(Row(work, way, ratio.median, *goals, *counts, note=note, low=ratio.low, high=ratio.high))
+        return rows
 
     def bare(self, model: nn.Module, names: list[str], run: Run, keep: Callable[[Tensor], Tensor]) -> Run:
         def with_hooks() -> None:

@@ -29,7 +29,9 @@ import torchhook as th
 SITES = [1, 10, 25, 50, 75, 100]
 
 
-def slopes(cost: Callable[[int], dict[str, Callable[[], object]]], sizes: list[int], seconds: float) -> dict[str, float]:
+def slopes(
+    cost: Callable[[int], dict[str, Callable[[], object]]], sizes: list[int], seconds: float
+) -> dict[str, float]:
     """What one more costs, for each of the ways."""
     # All sizes of all ways in one race: drift would tilt the lines.
     runs = {(way, size): run for size in sizes for way, run in cost(size).items()}

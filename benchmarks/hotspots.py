@@ -265,7 +265,9 @@ def show(name: str, found: dict[str, Any]) -> None:
     print(f"\n{name}: {ours} Python calls for each site, beside {beside}")
     if "instructions_ours" in found:
         ratio = found["instructions_ours"] / found["instructions_beside"]
-        print(f"  instructions: {found['instructions_ours']:,.0f}, beside {found['instructions_beside']:,.0f}: {ratio:.2f}")
+        print(
+            f"  instructions: {found['instructions_ours']:,.0f}, beside {found['instructions_beside']:,.0f}: {ratio:.2f}"
+        )
     for place, share in found["shares"]:
         print(f"  {share:5.1%}  {place}")
 

@@ -45,6 +45,9 @@ class Row:
     column: str = ""
     """Where one table holds many: the column of this one."""
     more_is_better: bool = False
+    low: float | None = None
+    """Half of the rounds are between this and ``high``."""
+    high: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -100,7 +103,8 @@ class Report:
             way, ratio, must, aim, verdict, wrong, note = row.cells()
             goals = f"must {must:<5} aim {aim:<5} {verdict}" if must else ""
             wrong = f"{wrong} wrong" if wrong else ""
-            print(f"  {way:<44}{ratio:>8}  {goals:<34} {wrong:<18} {note}".rstrip(), flush=True)
+            between = f"{shown(row.low)}–{shown(row.high)}" if row.low is not None and row.high is not None else ""
+            print(f"  {way:<44}{ratio:>8} {between:<13} {goals:<34} {wrong:<18} {note}".rstrip(), flush=True)
             self.rows.append(row)
         self.save()
 

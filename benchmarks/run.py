@@ -30,7 +30,9 @@ def run(name: str, python: str) -> int:
     source = str(ROOT / "src")
     paths = os.pathsep.join([source, os.environ["PYTHONPATH"]]) if "PYTHONPATH" in os.environ else source
     print(f"\n== {name} ==", flush=True)
-    done = subprocess.run([python, str(HERE / f"{name}.py"), "--json", str(path)], env=os.environ | {"PYTHONPATH": paths})
+    done = subprocess.run(
+        [python, str(HERE / f"{name}.py"), "--json", str(path)], env=os.environ | {"PYTHONPATH": paths}
+    )
     if path.exists():
         add_environment(path)
     return done.returncode

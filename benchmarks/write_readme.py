@@ -185,7 +185,9 @@ def hotspots(found: dict[str, Any]) -> str:
     phases = found.get("phases", {})
     columns = list(dict.fromkeys(what for parts_of in phases.values() for what in parts_of))
     if phases:
-        lines = [[way, *(shown(parts_of[c]) if c in parts_of else "" for c in columns)] for way, parts_of in phases.items()]
+        lines = [
+            [way, *(shown(parts_of[c]) if c in parts_of else "" for c in columns)] for way, parts_of in phases.items()
+        ]
         parts.append("One call of 100 layers, the plain call = 1\n\n" + table(["", *columns], lines))
     for name, facts in found["situations"].items():
         top = [[place, f"{share:.1%}"] for place, share in facts["shares"]]

@@ -92,12 +92,29 @@ def test_medians_are_those_of_the_turns_by_a_clock_that_is_made_up(benchmarks: d
         return run
 
     runs = {"fast": costs(1), "slow": costs(3), "very slow": costs(50)}
-    found = benchmarks["timing"].measure(runs, rounds=10, repeat=2, clock=lambda: now)
-    assert {name: set(times) for name, times in found.items()} == {"fast": {1}, "slow": {3}, "very slow": {50}}
+    rounds = benchmarks["timing"].measure(runs, rounds=10, repeat=2, clock=lambda: now)
+    assert all(times.get(name, cost) == cost for times in rounds for name, cost in (("fast", 1), ("very slow", 50)))
     # Those that are much slower have fewer turns, and not fewer than three.
-    assert len(found["fast"]) == len(found["slow"]) == 10
-    assert 3 <= len(found["very slow"]) < 10
+    turns = {name: sum(name in times for times in rounds) for name in runs}
+    assert turns == {"fast": 10, "slow": 10, "very slow": 4}
     assert benchmarks["timing"].compare(runs, rounds=3, clock=lambda: now) == {"fast": 1, "slow": 3, "very slow": 50}
+
+
+def test_ratios_are_taken_within_a_round(benchmarks: dict[str, ModuleType]) -> None:
+    now, speed = 0.0, 1.0
+
+    def costs(seconds: float) -> object:
+        def run() -> None:
+            nonlocal now, speed
+            now += seconds * speed
+            speed *= 1.001  # a machine that gets slower
+
+        return run
+
+    found = benchmarks["timing"].ratios({"plain": costs(1), "twice": costs(2)}, rounds=50, repeat=1, clock=lambda: now)
+    assert found["plain"].median == 1
+    assert abs(found["twice"].median - 2) < 0.01
+    assert found["twice"].low <= found["twice"].median <= found["twice"].high
 
 
 def test_a_line_has_what_one_more_costs_and_what_none_would(benchmarks: dict[str, ModuleType]) -> None:
@@ -109,7 +126,7 @@ def test_a_line_has_what_one_more_costs_and_what_none_would(benchmarks: dict[str
 
 
 def test_a_row_says_whether_what_must_be_reached_is(benchmarks: dict[str, ModuleType]) -> None:
-    Row = benchmarks["results"].Row  # noqa: N806
+    Row = benchmarks["results"].Row
     assert Row("w", "a", 1.02, 1.03, 1.01).verdict == "reached"
     assert Row("w", "a", 1.0, 1.03, 1.01).verdict == "aim reached"
     assert Row("w", "a", 1.04, 1.03, 1.01).verdict == "MISSED"
