@@ -3,14 +3,16 @@
     python benchmarks/capture.py [--json results.json] [--only "torchhook" "nnsight"] [--seconds 0.7]
 
 Each way runs in a process of its own, because some change the whole of torch, and takes turns there with the plain
-model: a ratio is to the plain forward pass (or forward and backward) in the same process, in processor time. Values are judged by bare
-hooks with ``.detach().clone()`` on an untouched copy. Peers take part where they are installed (``peers.txt``).
+model: a ratio is to the plain forward pass (or forward and backward) in the same process, in processor time. Values are
+judged by bare hooks with ``.detach().clone()`` on an untouched copy. Peers take part where they are installed
+(``peers.txt``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -95,7 +97,7 @@ def cells(way: str, seconds: float, models: list[str]) -> Iterator[Row]:
                 # The gradient of ten thousand layers asks nothing that that of a hundred does not.
                 if name == "large" and (mode == "gradients" or how_many == "few"):
                     continue
-                row = patiently(lambda mode=mode, how_many=how_many: cell(way, mode, work, how_many, seconds))  # type: ignore[misc]
+                row = patiently(functools.partial(cell, way, mode, work, how_many, seconds))
                 if isinstance(row, str):
                     row = Row(work.name, way, None, note=row, column=f"{how_many}, {mode}")
                 if row is not None:
@@ -186,13 +188,8 @@ def in_own_process(way: str, options: argparse.Namespace) -> list[Row]:
         path = Path(folder) / "rows"
         words = ["--child", str(path), "--way", way, "--seconds", str(options.seconds), "--models", *options.models]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, __file__, *words],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, __file__, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -264,10 +264,8 @@ def show(name: str, found: dict[str, Any]) -> None:
     ours, beside = found["python_calls_per_site"], found["python_calls_per_site_beside"]
     print(f"\n{name}: {ours} Python calls for each site, beside {beside}")
     if "instructions_ours" in found:
-        ratio = found["instructions_ours"] / found["instructions_beside"]
-        print(
-            f"  instructions: {found['instructions_ours']:,.0f}, beside {found['instructions_beside']:,.0f}: {ratio:.2f}"
-        )
+        ours, beside = found["instructions_ours"], found["instructions_beside"]
+        print(f"  instructions: {ours:,.0f}, beside {beside:,.0f}: {ours / beside:.2f}")
     for place, share in found["shares"]:
         print(f"  {share:5.1%}  {place}")
 

@@ -53,10 +53,8 @@ def main() -> None:
     options = parser.parse_args()
     peers = options.peers if Path(options.peers).exists() else sys.executable
     RESULTS.mkdir(exist_ok=True)
-    failed = []
-    for name in options.only or programs:
-        if run(name, peers if name in BESIDE_PEERS else sys.executable):
-            failed.append(name)
+    chosen = options.only or programs
+    failed = [name for name in chosen if run(name, peers if name in BESIDE_PEERS else sys.executable)]
     README.write_text(readme())
     sys.exit(f"failed, or over a limit: {', '.join(failed)}" if failed else 0)
 

@@ -1,7 +1,7 @@
 """The ways to get at values: bare hooks, TorchHook, and its peers, each as its documentation says.
 
 A way has up to three modes. Each makes a function that calls the model once and returns what was found, by name; the
-model is a copy of its own, so that what a peer leaves on it disturbs nobody. A mode that a peer does not have is absent.
+model is a copy of its own, so that what a peer leaves on it disturbs nobody. Modes that a peer lacks are absent.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def old_torchhook() -> ModuleType:
     if not path.exists():
         raise ImportError(f"no TorchHook 0.2.7 in {folder}: pip install --no-deps --target {folder} torchhook==0.2.7")
     spec = importlib.util.spec_from_file_location("torchhook_027", path, submodule_search_locations=[str(path.parent)])
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["torchhook_027"] = module
     spec.loader.exec_module(module)
@@ -338,7 +339,7 @@ class LensWork(Work):
 
 
 def lens_work() -> Work:
-    """TransformerLens brings its own names, so that it has a piece of work of its own: the same GPT-2, in its bridge."""
+    """TransformerLens has its own names, and so a piece of work of its own: the same GPT-2, in its bridge."""
     transformers = import_transformers()
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

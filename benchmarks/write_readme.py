@@ -30,7 +30,7 @@ in place before anybody could read it is wrong. A peer that fails is shown with 
 
 | program | what it shows |
 |---|---|
-| `capture.py` | getting at values, beside bare hooks and the peers; what must hold on a CPU (`limits.py`); peak memory |
+| `capture.py` | values, beside bare hooks and the peers; what must hold on a CPU (`limits.py`); peak memory |
 | `growth.py` | what one more site, call or session costs |
 | `cam.py` | class activation maps, beside grad-cam and torchcam |
 | `features.py` | a data set's features to disk, beside what is written by hand and Hugging Face's `map` |
@@ -52,13 +52,13 @@ TITLES = {
     "sweep": "Activation patching",
 }
 NOTES = {
-    "gpu": "1 is the plain forward pass or step; for what goes to disk, 1 is the slower of the stopped forward passes and "
-    "a raw write, and more is better.",
-    "capture": "1 is the plain forward pass (with gradients: forward and backward), in processor time on one core; each way "
-    "has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and *all* are the "
-    "sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
-    "torchvision's extractor leaves out what comes after the last site, and captum's gradients those of the parameters, so "
-    "that they can be below 1.",
+    "gpu": "1 is the plain forward pass or step; for what goes to disk, 1 is the slower of the stopped forward passes "
+    "and a raw write, and more is better.",
+    "capture": "1 is the plain forward pass (with gradients: forward and backward), in processor time on one core; "
+    "each way has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and *all* are "
+    "the sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
+    "torchvision's extractor leaves out what comes after the last site, and captum's gradients those of the "
+    "parameters, so that they can be below 1.",
     "features": "1 is the forward passes alone, and more is better.",
     "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
     "growth": "Lines by least squares, in processor time.",
@@ -169,7 +169,8 @@ def origin(environment: dict[str, Any] | None) -> str:
     if environment is None:
         return ""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return f"<sub>{environment['machine']}; Python {environment['python']}; {versions}; commit {environment['commit']}.</sub>"
+    machine, python, commit = (environment[name] for name in ("machine", "python", "commit"))
+    return f"<sub>{machine}; Python {python}; {versions}; commit {commit}.</sub>"
 
 
 def hotspots(found: dict[str, Any]) -> str:
