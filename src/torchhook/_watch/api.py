@@ -136,6 +136,7 @@ class Watch(Openable):
     @property
     def history(self) -> deque[Snapshot]:
         """The newest snapshots, oldest first."""
+        self._engine.settle()
         return self._engine.history
 
     @property
@@ -151,6 +152,7 @@ class Watch(Openable):
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned about."""
+        self._engine.settle()
         return [] if self._engine.alarms is None else list(self._engine.alarms.raised)
 
     def step(self) -> None:
@@ -278,7 +280,7 @@ class Watch(Openable):
         return Table(title, ["site", *(f">{name}" for name in names)], rows, notes)
 
     def __repr__(self) -> str:
-        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self.history)} snapshots"
+        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self._engine.history)} snapshots"
         return f"<watch of {self._sites} sites: {state}>"
 
     def __str__(self) -> str:

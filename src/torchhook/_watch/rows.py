@@ -23,7 +23,8 @@ from torchhook._values.subclasses import local
 
 _READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
 _FIELDS = 8
-_MOST = 1 << 30  # what 32 bits count to, with room; also what few programs can count in 16
+_MOST = 1 << 29  # elements: what a thread counts of them fits into 16 bits
+_FEWEST = 64  # programs, for a large tensor
 _COLUMNS = (64, 256, 1024)  # each is compiled by itself
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # the second said, because Triton warns where it is not
 FIELDS = ("mean", "variance", "least", "greatest", "nonzeros", "nans")
@@ -95,7 +96,7 @@ class Rows:
         self._device = device
         # As many programs as run at once: 46 registers of a thread for a tensor without units, up to 80 for one with.
         processors = _processors(device)
-        self._flat, self._by_unit = 5 * processors, 3 * processors
+        self._flat, self._by_unit = max(5 * processors, _FEWEST), max(3 * processors, _FEWEST)
         self._whole = _Buffer(_FIELDS, 1, torch.float64, device, room[0])
         self._norms = _Buffer(1, 2, torch.float64, device, room[1])
         self._live = _Buffer(1, 16, torch.uint8, device, room[2])
@@ -118,7 +119,10 @@ class Rows:
         if unit is None or order is None:
             return self._look(dense, flat_layout(dense.numel(), self._flat, tile), self._whole)
         shape = tuple(tensor.shape[dim] for dim in order)
-        return self._look(dense, unit_layout(shape, order.index(unit), self._by_unit, tile), self._whole)
+        layout = unit_layout(shape, order.index(unit), self._by_unit, tile)
+        if 4 * layout.programs < min(self._by_unit, dense.numel() // tile):  # few long rows
+            layout = flat_layout(dense.numel(), self._flat, tile)
+        return self._look(dense, layout, self._whole)
 
     def _look(self, dense: Tensor, layout: Layout, buffer: _Buffer) -> Row:
         with self._turn:
