@@ -172,6 +172,7 @@ class Engine:
         self._norms: dict[str, Key] = {}
         self._trained: dict[str, Home] = {}
         self._ended: Ended | None = None
+        self._ahead: tuple[dict[str, Home], tuple[Step, Session]] | None = None
         self._room: Room = {}
         self._wanted = watched.wanted
 
@@ -191,17 +192,36 @@ class Engine:
         watched = self.watched
         # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        step = Step(number, watched.measure, Units(watched.index), float(scale), Ledger(self._room))
-        self._trained = dict(watched.trained())
-        self._norms = self._weights.begin(self._trained.items(), step.ledger, step.weights_lie)
-        root = watched.index.modules[""]
-        session = Session(root, index=watched.index, threads=watched.threads, warn=False)
+        trained = dict(watched.trained())
+        step, session = self._taken(trained) or self._built(trained)
+        step.number, step.loss_scale = number, float(scale)
+        self._trained = trained
+        self._norms = self._weights.begin(trained.items(), step.ledger, step.weights_lie)
         if self._ended is not None:
-            # When the model has run, the device is busy for a while: the time to look at what the step before gave.
-            session.look(Target(Site(""), root), lambda value, call: self.settle())
-        watched.attach(session, step, self._limits, self._trained)
+            # When the model has run, the device is busy for a while: the time for what the host has to do.
+            session.look(Target(Site(""), watched.index.modules[""]), lambda value, call: self._model_has_run())
         session.open(running=watched.by_call)
         self.step, self._session = step, session
+
+    def _built(self, trained: dict[str, Home]) -> tuple[Step, Session]:
+        """A step and its session, which is not open yet."""
+        watched = self.watched
+        step = Step(watched.measure, Units(watched.index), Ledger(self._room))
+        session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
+        watched.attach(session, step, self._limits, trained)
+        return step, session
+
+    def _taken(self, trained: dict[str, Home]) -> tuple[Step, Session] | None:
+        """What was built ahead, if nothing has changed since."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not self.watched.by_call or _identity(ahead[0]) != _identity(trained):
+            return None
+        return ahead[1]
+
+    def _model_has_run(self) -> None:
+        self.settle()
+        if self.every == 1 and self._ahead is None:
+            self._ahead = self._trained, self._built(self._trained)
 
     def hide(self) -> None:
         """What runs until ``show`` is no part of the running step."""
@@ -235,6 +255,7 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
+        self._ahead = None
         self.settle()
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
@@ -272,3 +293,7 @@ class Engine:
             sink(step.number, sites)
         if self.alarms is not None:
             self.alarms.warn_since(known)
+
+
+def _identity(homes: Mapping[str, Home]) -> list[tuple[str, str, int]]:
+    return [(name, home.way, id(home.parameter)) for name, home in homes.items()]

@@ -26,8 +26,9 @@ from torchhook._watch.units import Units, alive
 class Step:
     """Takes the statistics of passing values. Holds numbers, never the values: graphs are freed as without it."""
 
-    def __init__(self, number: int, measure: Measure, units: Units, loss_scale: float, ledger: Ledger) -> None:
-        self.number = number
+    def __init__(self, measure: Measure, units: Units, ledger: Ledger) -> None:
+        self.number = 0
+        self.loss_scale = 1.0
         self.ledger = ledger
         self.ran = False
         """Whether anything passed at all."""
@@ -37,7 +38,6 @@ class Step:
         """Which values lie on several ranks."""
         self.weights_lie: dict[str, Groups] = {}
         self._measure = measure
-        self._loss_scale = loss_scale
         self._values: dict[str, list[Measured]] = {}
         """Where their numbers are in the ledger."""
         self._masks: dict[str, list[Key]] = {}
@@ -173,7 +173,7 @@ class Step:
         return mine
 
     def _unscaled(self, gradient: float) -> float:
-        return gradient / self._loss_scale
+        return gradient / self.loss_scale
 
 
 class _Latest:
