@@ -182,7 +182,7 @@ class Engine:
             return
         self._settle_if_there()
         if self.step is not None:  # it lasts until here, so that it holds the optimizer's step
-            self.finish(by_hand=not self.watched.by_call)
+            self.finish(by_hand=not self.watched.by_call, now=False)
         number = self.next
         self.next += 1
         if number % self.every == 0:
@@ -260,8 +260,11 @@ class Engine:
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
 
-    def finish(self, by_hand: bool = True) -> None:
-        """End the running step, if it is a measured one, and tell what was found."""
+    def finish(self, by_hand: bool = True, now: bool = True) -> None:
+        """End the running step, if it is a measured one, and tell what was found; not ``now``, where that would wait.
+
+        ``by_hand`` says that it does not end with the next call of the model.
+        """
         # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
         step = self.abandon()
         self.settle()
@@ -272,7 +275,7 @@ class Engine:
         self._ended = Ended(step, self._norms, updates, self.watched.compared(self._trained), by_hand)
         # Nobody waits for a device while there is a next step to give it: the numbers come over meanwhile. Other ranks
         # wait, though, where they have parts of what was measured.
-        if by_hand or step.is_shared or not step.ledger.is_far:
+        if now or step.is_shared or not step.ledger.is_far:
             self.settle()
 
     def _settle_if_there(self) -> None:
