@@ -127,7 +127,6 @@ class Measure:
             nonzeros = _nonzeros(flat, nans is None)
         return Measured(flat.numel(), mean, variance, low, high, nonzeros, nans, lowest, highest, counts)
 
-
     def only(self, found: Measured) -> Measured:
         """What was asked for, of statistics that were all taken together."""
         return found._replace(

@@ -288,9 +288,9 @@ class Engine:
         if ended is None:
             return
         step, known = ended.step, 0 if self.alarms is None else len(self.alarms.raised)
-        sites = step.finish(self._wanted, ended.norms, ended.updates, self.alarms, self.shared, ended.by_hand)
+        sites, live = step.finish(self._wanted, ended.norms, ended.updates, self.shared, ended.by_hand)
         if self.alarms is not None:
-            self.alarms.check_gradients(step.number, sites, ended.compared)
+            self.alarms.check(step.number, sites, ended.compared, live)
         self.history.append(Snapshot(step.number, sites))
         for sink in self._sinks:
             sink(step.number, sites)

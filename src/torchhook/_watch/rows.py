@@ -235,7 +235,7 @@ def has_rows(tensor: Tensor) -> bool:
     return works(tensor.device, dtype) and (dtype is tensor.dtype or works(tensor.device, torch.float32))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel gives the right answers there, tried once on a small tensor."""
     values = [0.0, -2.5, 0.0, 0.0, 4.0, 1.5, 0.0, 0.0]
@@ -246,7 +246,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
         norm = rows.norm(x)
         whole, norms, live = rows.read([part.cpu() for part in rows.sent()])
         found = merged(whole, looks)
-        expected = [np.mean(values), np.var(values), -2.5, 4.0, 3.0, 0.0]
+        expected = [float(np.mean(values)), float(np.var(values)), -2.5, 4.0, 3.0, 0.0]
         right = np.allclose(found, [expected] * 3) and np.allclose(merged_norms(norms, [norm]), np.linalg.norm(values))
         return bool(right) and [row.flags(live).tolist() for row in looks[:2]] == [[True, False], [True, True]]
     # Whatever is wrong with Triton, its compiler or its cache: statistics can be taken without it.

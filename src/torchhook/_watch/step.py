@@ -17,7 +17,6 @@ from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, sharded_over
-from torchhook._watch.alarms import AlarmState
 from torchhook._watch.ledger import Key, Ledger
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.units import Units, alive
@@ -125,11 +124,10 @@ class Step:
         wanted: Sequence[str],
         weights: dict[str, Key],
         updates: dict[str, Key],
-        alarms: AlarmState | None,
         shared: Shared,
         by_hand: bool,
-    ) -> dict[str, dict[str, Any]]:
-        """Read all numbers at once: statistics by site, modules first."""
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+        """Read all numbers at once: statistics by site, modules first, and which units of rectifiers live."""
         numbers = self.ledger.read()
         values = self._of_values(numbers)
         values |= shared.merge(values, self.lie, by_hand)
@@ -145,11 +143,8 @@ class Step:
                 _note(found, site, "update_ratio", _ratio(part["update"], part["norm"]))
         masks = {site: _any([numbers[key] for key in keys]) for site, keys in self._masks.items()}
         for site, mask in masks.items():
-            _note(found, site, "dead", _dead(mask) / mask.numel())
-        for site, mask in (alarms.add_live_units(masks) if alarms is not None else {}).items():
-            assert alarms is not None
-            alarms.check_dead_units(self.number, site, _dead(mask), mask)
-        return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}
+            _note(found, site, "dead", (mask.numel() - int(mask.sum())) / mask.numel())
+        return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
 
     def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
         """What this rank knows of what passed the sites."""
@@ -217,10 +212,6 @@ def _any(masks: list[Tensor]) -> Tensor:
     for mask in masks[1:]:
         found = found | mask if found.shape == mask.shape else mask
     return found
-
-
-def _dead(mask: Tensor) -> int:
-    return mask.numel() - int(mask.sum())
 
 
 def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) -> None:
