@@ -76,8 +76,8 @@ def watch(
         statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
             ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout); of the gradient of a
             module's output or a parameter: ``grad_norm`` (for its histogram, select ``"layer4:grad"``); of the
-            parameters of the selected modules: ``norm``, ``update_ratio`` (how far the step moved them, relative to their
-            norm). All but ``histogram`` unless told.
+            parameters of the selected modules: ``norm``, ``update_ratio`` (how far the step moved them, relative to
+            their norm). All but ``histogram`` unless told.
         gradients: whether to look at gradients.
         parameters: whether to look at the parameters of the selected modules.
         alarms: warn about dead units and vanishing or exploding gradients, once for each site; ``Alarms(...)`` says
