@@ -24,10 +24,17 @@ def _subtract(from_: Tensors, tensors: Tensors) -> None:
         one.sub_(other)
 
 
-norms: Callable[[Tensors], Any] = getattr(
-    torch, "_foreach_norm", lambda tensors: [torch.linalg.vector_norm(tensor) for tensor in tensors]
-)
-"""The Euclidean norm of each."""
+def _norms(tensors: Tensors, order: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+_each_norm: Callable[[Tensors, int, torch.dtype], Any] = getattr(torch, "_foreach_norm", _norms)
+
+
+def norms(tensors: Tensors) -> Any:
+    """The Euclidean norm of each, in double precision: no square is too large or too small for it."""
+    return _each_norm(tensors, 2, torch.float64)
+
 
 copy_: Callable[[Tensors, Tensors], Any] = getattr(torch, "_foreach_copy_", _copy)
 """The first of each pair becomes like the second."""

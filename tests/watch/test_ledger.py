@@ -193,3 +193,115 @@ def test_what_waits_on_a_device_comes_in_one_transfer(monkeypatch: pytest.Monkey
     assert len(made) == 1
     assert [numbers[key] for key in (keys[0], keys[2], keys[3])] == [1.5, [7, 8], 0.5]
     assert numbers[keys[1]].tolist() == [True, False, True]
+
+
+# -- gradients of parameters, many together ------------------------------------------------------------
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gradients are taken together, as on a GPU; how many at a time."""
+    numbers: list[int] = []
+    really = ledgers._torch_foreach.norms
+    monkeypatch.setattr(ledgers, "_goes_together", lambda t: type(t) is Tensor and t.layout == torch.strided)
+    monkeypatch.setattr(
+        ledgers._torch_foreach, "norms", lambda tensors: numbers.append(len(tensors)) or really(tensors)
+    )
+    return numbers
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_those_of_the_end_of_the_backward_pass(set_to_none: bool, together: list[int]) -> None:
+    model, expected = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with watch(model) as w:
+        for _ in range(3):
+            (model(X) ** 2).sum().backward()
+            expected.append({name: square_norm(p.grad) for name, p in model.named_parameters()})
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    for shot, norms in zip(w.history, expected, strict=True):
+        for name, norm in norms.items():
+            assert shot.sites[name]["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+    assert together == ([6] * 3 if set_to_none else [6])
+
+
+def test_gradients_that_are_used_up_or_handed_out_at_once_are_measured(together: list[int]) -> None:
+    model = mlp()
+    kept = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: kept.update({name: square_norm(grad)}))
+
+        def step(parameter: Tensor) -> None:  # an optimizer inside the backward pass
+            parameter.data.add_(parameter.grad, alpha=-1e-3)
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(step)
+    with watch(model) as w:
+        model(X).sum().backward()
+        w.flush()
+        used_up = dict(kept)
+        torch.autograd.grad(model(X).sum(), list(model.parameters()))
+    for shot, norms in zip(w.history, (used_up, kept), strict=True):
+        for name, norm in norms.items():
+            assert shot.sites[name]["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+    assert together == [6, 6]
+
+
+def test_a_parameter_keeps_the_very_memory_of_its_gradient(together: list[int]) -> None:
+    """Autograd copies a gradient that somebody else holds."""
+    found = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            new = grad.clone()
+            found.append(new.data_ptr())
+            return new
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ Noted.apply(self.weight)
+
+    model = Net()
+    with watch(model, "(model)"):
+        model(torch.ones(1, 8)).sum().backward()
+    assert [model.weight.grad.data_ptr()] == found
+    assert together == [1]
+
+
+def test_few_gradients_are_held_at_a_time(together: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "_HELD", 1500)
+    monkeypatch.setattr(ledgers, "_SMALL", 300)
+    model = mlp()
+    with watch(model) as w:
+        model(X).sum().backward()
+    assert sum(together) == len([p for p in model.parameters() if p.numel() <= 300])
+    assert len(together) > 1
+    for name, parameter in model.named_parameters():
+        assert w.last[name]["grad_norm"] == pytest.approx(square_norm(parameter.grad), rel=1e-5), name
+
+
+def test_gradients_are_those_of_now_after_a_backward_pass_that_failed(together: list[int]) -> None:
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    model = mlp()
+    with watch(model, steps="manual") as w:
+        handle = model[0].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(X).sum().backward()
+        handle.remove()
+        model.zero_grad()
+        model(X * 3).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert w.last[name]["grad_norm"] == pytest.approx(square_norm(parameter.grad), rel=1e-5), name

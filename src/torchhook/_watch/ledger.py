@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook import _torch_foreach
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
 from torchhook._watch.rows import FIELDS, Row, Rows, has_rows, merged, merged_norms
@@ -16,6 +17,8 @@ from torchhook._watch.shared import part_norm
 
 Key = Hashable
 """Where a number is in what ``read`` returns."""
+_SMALL = 1 << 20  # elements: what is larger fills a device alone
+_HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
 Room = dict[torch.device, tuple[int, int, int]]
 
 
@@ -25,6 +28,9 @@ class Ledger:
     def __init__(self, room: Room | None = None) -> None:
         self._held: dict[Key, Tensor] = {}
         self._several: dict[Key, int] = {}
+        self._later: dict[Key, Tensor] = {}
+        self._held_bytes = 0
+        self._same: dict[Key, Key] = {}
         self._rows: dict[torch.device, Rows] = {}
         self._of_rows: dict[torch.device, tuple[dict[Key, Row], dict[Key, Row]]] = {}
         self._keys = count()  # gradients are noted from autograd's threads, one for each device
@@ -56,6 +62,30 @@ class Ledger:
         norms[key] = self._rows[plain.device].norm(plain)
         return key
 
+    def norm_soon(self, tensor: Tensor) -> Key | None:
+        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before.
+
+        ``None`` where that is no better.
+        """
+        if not _goes_together(tensor) or tensor.numel() > _SMALL:
+            return None
+        key = next(self._keys)
+        # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
+        self._later[key] = tensor.detach()
+        self._held_bytes += tensor.nbytes
+        if self._held_bytes > _HELD:
+            self.take_norms()
+        return key
+
+    def take_norms(self) -> None:
+        """Take the norms that were asked for."""
+        later, self._later, self._held_bytes = self._later, {}, 0
+        groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
+        for key, tensor in later.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(key)
+        for keys in groups.values():
+            self._same |= zip(keys, self.note_all(_torch_foreach.norms([later[key] for key in keys])), strict=True)
+
     def statistics(self, measure: Measure, tensor: Tensor, unit: int | None) -> tuple[Measured, Key | None]:
         """Take the statistics of a tensor, and where it can be done in the same pass, which units of a dim live."""
         plain = local(tensor)
@@ -83,6 +113,7 @@ class Ledger:
     def send(self) -> None:
         """Start to bring everything over; nothing can be noted any more."""
         if self._transfers is None:
+            self.take_norms()
             self._transfers = list(self._sent())
             self._room.update({device: rows.room for device, rows in self._rows.items()})
 
@@ -120,7 +151,7 @@ class Ledger:
         for key in self._several:
             values |= {(key, i): number for i, number in enumerate(values[key])}
         self._held.clear()
-        return values
+        return values | {key: values[other] for key, other in self._same.items()}
 
     def _read_rows(self, device: torch.device, parts: list[Tensor]) -> dict[Key, Any]:
         slots, squares, live = Rows.read(parts)
@@ -133,6 +164,11 @@ class Ledger:
         if norms:
             values |= zip(norms, merged_norms(squares, list(norms.values())).tolist(), strict=True)
         return values
+
+
+def _goes_together(tensor: Tensor) -> bool:
+    """Whether one launch for many tensors is better. A CPU has no launches, and ways of its own to a norm."""
+    return tensor.is_cuda and type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
 
 
 def _content(tensor: Tensor) -> Any:

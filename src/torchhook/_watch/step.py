@@ -96,20 +96,29 @@ class Step:
             if not (measurable(gradient) or gradient.is_sparse):  # without numbers
                 return
             before = parameter.grad
-            if before is None:
-                self._parameter_gradients[site] = self.ledger.norm(_dense(gradient))
+            if before is not None:
+                # What the optimizer will see is the sum, and it is there when the backward pass has ended.
+                self._wait_for_end()
+                self._awaited[site] = (parameter, id(before), version(before))
                 return
-            # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-            if self._waiting is None or self._waiting() is None:
-                # Autograd alone holds it, until the backward pass ends or fails.
-                read = functools.partial(self._read_sums)
-                self._waiting = weakref.ref(read)
-                after_backward(read)
-            self._awaited[site] = (parameter, id(before), version(before))
+            key = self.ledger.norm_soon(gradient)
+            if key is None:
+                key = self.ledger.norm(_dense(gradient))
+            else:
+                self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
+            self._parameter_gradients[site] = key
 
         return look
 
-    def _read_sums(self) -> None:
+    def _wait_for_end(self) -> None:
+        if self._waiting is None or self._waiting() is None:
+            # Autograd alone holds it, until the backward pass ends or fails.
+            read = functools.partial(self._backward_ended)
+            self._waiting = weakref.ref(read)
+            after_backward(read)
+
+    def _backward_ended(self) -> None:
+        self.ledger.take_norms()
         awaited, self._awaited = self._awaited, {}
         for site, (parameter, identity, known) in awaited.items():
             total = parameter.grad

@@ -17,7 +17,7 @@ from torchhook._watch.ledger import Key, Ledger
 from torchhook._watch.shared import Groups, part_norm
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_FULL = (torch.float32, torch.float64)  # what torch takes the norm of in no lower precision than ours
+_FULL = (torch.float32, torch.float64)  # a difference in half precision is not exact
 
 
 class Weights:
