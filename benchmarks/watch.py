@@ -12,6 +12,7 @@ On a machine that does other things too, the ratio of processor times is the ste
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch import nn
 
-import tests.conftest  # noqa: F401  torchvision beside a CPU torch
+with contextlib.suppress(ImportError):  # pytest may be missing where torchvision needs no help
+    import tests.conftest  # noqa: F401  torchvision beside a CPU torch
 from torchhook._recording.tables import Table
 from torchhook._watch.api import watch
 from torchhook._watch.statistics import DEFAULT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from torchhook import _torch_foreach
+from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import FIELDS, Row, Rows, has_rows, merged, merged_norms
+from torchhook._watch.rows import FIELDS, READ, Row, Rows, has_rows, merged, merged_norms
 from torchhook._watch.shared import part_norm
 
 Key = Hashable
@@ -30,6 +32,7 @@ class Ledger:
         self._several: dict[Key, int] = {}
         self._later: dict[Key, Tensor] = {}
         self._held_bytes = 0
+        self._turn = threading.Lock()
         self._same: dict[Key, Key] = {}
         self._rows: dict[torch.device, Rows] = {}
         self._of_rows: dict[torch.device, tuple[dict[Key, Row], dict[Key, Row]]] = {}
@@ -56,7 +59,7 @@ class Ledger:
     def norm(self, tensor: Tensor) -> Key:
         """Take the norm of what of a tensor lies on this rank, which may be nothing."""
         plain = local(tensor)
-        if not (plain.numel() and has_rows(plain)):
+        if not (has_rows(plain) and measurable(tensor)):
             return self.note(part_norm(tensor))
         key, (_, norms) = next(self._keys), self._rows_of(plain)
         norms[key] = self._rows[plain.device].norm(plain)
@@ -70,16 +73,19 @@ class Ledger:
         if not _goes_together(tensor) or tensor.numel() > _SMALL:
             return None
         key = next(self._keys)
-        # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
-        self._later[key] = tensor.detach()
-        self._held_bytes += tensor.nbytes
-        if self._held_bytes > _HELD:
+        with self._turn:
+            # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
+            self._later[key] = tensor.detach()
+            self._held_bytes += tensor.nbytes
+            full = self._held_bytes > _HELD
+        if full:
             self.take_norms()
         return key
 
     def take_norms(self) -> None:
         """Take the norms that were asked for."""
-        later, self._later, self._held_bytes = self._later, {}, 0
+        with self._turn:
+            later, self._later, self._held_bytes = self._later, {}, 0
         groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
         for key, tensor in later.items():
             groups.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -168,7 +174,7 @@ class Ledger:
 
 def _goes_together(tensor: Tensor) -> bool:
     """Whether one launch for many tensors is better. A CPU has no launches, and ways of its own to a norm."""
-    return tensor.is_cuda and type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_floating_point()
+    return tensor.is_cuda and type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in READ
 
 
 def _content(tensor: Tensor) -> Any:

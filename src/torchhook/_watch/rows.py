@@ -21,7 +21,7 @@ from torchhook import _torch
 from torchhook._values.elements import flatten
 from torchhook._values.subclasses import local
 
-_READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
+READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
 _FIELDS = 8
 _MOST = 1 << 29  # elements: what a thread counts of them fits into 16 bits
 _FEWEST = 64  # programs, for a large tensor
@@ -217,7 +217,7 @@ def in_memory(tensor: Tensor) -> tuple[Tensor, list[int] | None]:
     plain = local(tensor)
     if plain.is_neg():  # a view of a conjugate: the memory holds the opposite
         plain = plain.detach().resolve_neg()
-    if plain.dtype not in _READ:
+    if plain.dtype not in READ:
         return flatten(tensor), None
     if plain.is_contiguous():
         return plain, list(range(plain.dim()))
@@ -231,7 +231,7 @@ def has_rows(tensor: Tensor) -> bool:
     """Whether a measurable tensor can be given a row: it is on a device whose kernels were tried and are right."""
     if not tensor.is_cuda or tensor.numel() >= _MOST or _torch.in_transform():
         return False
-    dtype = tensor.dtype if tensor.dtype in _READ else torch.float64
+    dtype = tensor.dtype if tensor.dtype in READ else torch.float64
     return works(tensor.device, dtype) and (dtype is tensor.dtype or works(tensor.device, torch.float32))
 
 
