@@ -5,6 +5,8 @@ FSDP has no public way to ask for the part of a parameter that a rank keeps whil
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,3 +79,18 @@ def rank_store() -> Any:
         return None
     find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
     return find() if distributed.get_world_size() > 1 else None
+
+
+def pipeline() -> Any:
+    """The process group of the pipeline of which a stage runs in this thread; ``None`` where none does."""
+    # A stage is an ordinary module, which does not know that it is one. Only who calls it does.
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if not isinstance(kind, type):
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        stage = frame.f_locals.get("self") if frame.f_globals.get("__name__") == kind.__module__ else None
+        if isinstance(stage, kind):
+            return getattr(stage, "group", None) or distributed.group.WORLD
+        frame = frame.f_back
+    return None
