@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -235,6 +236,57 @@ def test_a_session_of_another_thread_does_not_make_this_one_eager(net: Net) -> N
         kept, runs = in_threads(holds, works)
     assert runs == 1
     assert torch.equal(kept, net.a(X))
+
+
+def test_a_session_that_closes_while_another_thread_decides_does_not_change_the_decision(net: Net) -> None:
+    """Torch reads its stance several times for one decision: 'invalid stance', if it changes in between."""
+    with warned():
+        made = torch.compile(net, backend="eager")
+        made(X)
+        for turn in range(6):
+            asked: list[str | None] = []
+            session = th.capture(net, "a")
+            in_threads(session.open)
+            real = eager_stance._here
+
+            def here(turn: int = turn, asked: Any = asked, session: Any = session, real: Any = real) -> str | None:
+                asked.append(real())
+                if len(asked) == turn + 1:
+                    in_threads(session.close)
+                return asked[-1]
+
+            frames: Any = sys.modules["torch._dynamo.eval_frame"]
+            frames._stance.here = here
+            assert torch.equal(made(X), net(X))
+            assert asked[0] == "eager_on_recompile"
+            session.close()
+            assert stance() == "default"
+            with th.capture(net, "b"):  # what was left standing is taken over
+                pass
+            assert type(frames._stance).__name__ == "DynamoStance"
+
+
+def test_a_session_that_closes_while_another_thread_runs_a_whole_graph_does_not_refuse_it(net: Net) -> None:
+    """Torch reads its stance again when the call returns, and a call that ran eagerly has no compiled code to show."""
+    session, closed = th.capture(net, "a"), []
+
+    def works() -> None:
+        if not torch.compiler.is_compiling() and not closed:
+            closed.append(in_threads(session.close))
+
+    with warned():
+        made = torch.compile(lambda x: net(x) + 1, backend="eager", fullgraph=True, dynamic=False)
+        made(X)
+        in_threads(session.open)
+        # Never compiled for this shape, so that it runs eagerly.
+        handle = net.b.register_forward_hook(lambda *_: works())
+        try:
+            assert torch.equal(made(X[:1]), net(X[:1]) + 1)
+        finally:
+            handle.remove()
+            session.close()
+    assert closed
+    assert stance() == "default"
 
 
 def test_a_stance_that_the_user_sets_inside_a_session_outlives_it(net: Net) -> None:
