@@ -1,11 +1,13 @@
 """The private names of torch's distributed training: as ``_torch``, each with what is done where it is gone.
 
-FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together.
+FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together, and who
+brings weights to a module, or a microbatch, is known from the stack alone.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -81,16 +83,37 @@ def rank_store() -> Any:
     return find() if distributed.get_world_size() > 1 else None
 
 
+# -- what runs: frames --------------------------------------------------------------------------------
+
+
+def _frames(depth: int) -> Iterator[tuple[str, FrameType]]:
+    """What is running in this thread, innermost first, each with the module in which it was written."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame
+        frame = frame.f_back
+
+
+def is_moving_weights() -> bool:
+    """Whether FSDP or accelerate brings weights or takes them away: what runs then is none of the model's doing."""
+    if sys.modules.keys().isdisjoint(("torch.distributed.fsdp", "accelerate.hooks")):
+        return False
+    for name, frame in _frames(1):
+        if name == "torch.nn.modules.module":
+            return False
+        # What accelerate puts in the place of forward is around the model's own; its hooks, which are objects, are not.
+        if name.startswith("torch.distributed.fsdp.") or (name == "accelerate.hooks" and "self" in frame.f_locals):
+            return True
+    return False
+
+
 def pipeline() -> Any:
     """The process group of the pipeline of which a stage runs in this thread; ``None`` where none does."""
     # A stage is an ordinary module, which does not know that it is one. Only who calls it does.
     kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
-    if not isinstance(kind, type):
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        stage = frame.f_locals.get("self") if frame.f_globals.get("__name__") == kind.__module__ else None
-        if isinstance(stage, kind):
-            return getattr(stage, "group", None) or distributed.group.WORLD
-        frame = frame.f_back
+    if isinstance(kind, type):
+        for name, frame in _frames(1):
+            stage = frame.f_locals.get("self") if name == kind.__module__ else None
+            if isinstance(stage, kind):
+                return getattr(stage, "group", None) or distributed.group.WORLD
     return None

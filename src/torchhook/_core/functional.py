@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook import _torch
+from torchhook import _torch, _torch_sharded
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
@@ -260,7 +260,7 @@ class _Mode(TorchFunctionMode):
         else:
             return func(*args, **kwargs)
         name = op_name(func)
-        if name is None or own_work.busy or _torch.in_fsdp():
+        if name is None or own_work.busy or _torch_sharded.is_moving_weights():
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]
