@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
 from tests.classic.toys import TORCH
 from tests.oracle import hooks_on, in_threads, stance, warned
 from torchhook._core.hooks import eager_stance
 from torchhook.errors import CompiledWarning, NeverRanError, SessionError
+
+
+SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 class Net(nn.Module):
@@ -159,6 +164,30 @@ def test_a_compiled_model_in_a_session_says_once_that_it_runs_eagerly(net: Net, 
 def test_other_models_say_nothing(net: Net) -> None:
     torch.compile(net, backend="eager")
     captured(net, X)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(lambda x: self.act(self.a(x)), x, use_reentrant=False)  # type: ignore[no-untyped-call]
+        return self.b(hidden)
+
+
+@pytest.mark.shows("Compiled: sites in checkpointed segments with attach=True")
+@pytest.mark.skipif(not hasattr(dynamo_config, SIDE_EFFECTS), reason="this torch has no such option")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_site_in_a_checkpointed_segment_has_its_value_and_gradients(fullgraph: bool) -> None:
+    model, bare = Checkpointed(), Net()
+    bare.load_state_dict(model.state_dict())
+    hooked = th.FeatureLayers(model, ["a"], attach=True)
+    with warned(), torch._dynamo.config.patch(**{SIDE_EFFECTS: fullgraph}):
+        made = torch.compile(hooked, fullgraph=fullgraph, backend="aot_eager")
+        (value,), output = made(X)
+        (output.sum() + value.pow(2).sum()).backward()
+    a = bare.a(X)
+    (bare.b(torch.relu(a)).sum() + a.pow(2).sum()).backward()
+    torch.testing.assert_close(value, a)
+    for mine, other in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
 
 
 # -- threads -------------------------------------------------------------------------------------------------------
