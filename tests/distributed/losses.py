@@ -139,6 +139,20 @@ def tensor_parallel_guard() -> Any:
     return [(f.kind, str(f.site)) for f in g.findings]
 
 
+def compared_and_reported() -> Any:
+    from torchhook._report.collect import collect
+
+    model, whole = parallel(use_local_output=False), net()
+    with torch.no_grad():
+        whole.blocks[0].a.bias[7] += 1.0  # on the second rank
+        _, mine = th.run(model, batch(), capture=["blocks.0.a", "head"])
+        _, other = th.run(whole, batch(), capture=["blocks.0.a", "head"])
+    found = [th.diff(one, two) for one, two in ((mine, other), (other, mine), (mine, mine))]
+    page = collect(model, batch(), gradients=False, attention=False)
+    numbers = {layer.path: layer.calls[0].value for layer in page.layers if layer.calls}
+    return found, page.notes, numbers["blocks.0.a"]
+
+
 def saved_parts() -> Any:
     import tempfile
     import warnings
@@ -187,6 +201,7 @@ SCENARIOS = {
         tensor_parallel_guard,
         tensor_parallel_edits_of_gradients,
         tensor_parallel_one_rank,
+        compared_and_reported,
         saved_parts,
     )
 }

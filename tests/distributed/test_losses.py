@@ -166,6 +166,26 @@ def test_one_rank_alone_captures_its_part_and_nobody_waits(found: Results) -> No
     close(captured["head"], output.detach())
 
 
+@pytest.mark.shows("Tensor parallel: diff and report of this rank's part")
+def test_what_is_compared_and_reported_of_this_ranks_part_alone_is_said(found: Results) -> None:
+    a = net().blocks[0].a(batch()).detach()
+    for rank, ((mine, other, same), notes, numbers) in enumerate(found["compared_and_reported"]):
+        for result in (mine, other):
+            row = result["blocks.0.a"]
+            assert (row.status, row.elements) == (("same", "differs")[rank], 40)
+            assert row.mismatches == (0, 8)[rank]
+            assert "this rank's part" in row.note
+            assert "record with gather='full'" in str(result)
+            assert "this rank's part" not in result["head"].note
+        assert same.ok
+        part = a.chunk(2, dim=1)[rank]
+        assert numbers.elements == 40
+        assert numbers.mean == pytest.approx(part.mean().item(), rel=1e-5)
+        (note,) = [note for note in notes if "rank" in note]
+        assert note.startswith("Numbers and pictures of 'blocks.0.a', 'blocks.1.a', 'blocks.0.a.weight'")
+        assert "those of this rank's part" in note
+
+
 def test_a_rank_saves_its_part_and_says_so(found: Results) -> None:
     expected = net().blocks[0].a(batch()).detach()
     parts = found["saved_parts"]

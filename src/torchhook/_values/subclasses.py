@@ -32,6 +32,15 @@ def is_partial(tensor: Tensor) -> bool:
     return is_distributed(tensor) and any(p.is_partial() for p in _placements(tensor))
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether only some of the elements of a tensor lie on this rank.
+
+    >>> is_part(torch.ones(3))
+    False
+    """
+    return is_distributed(tensor) and not is_partial(tensor) and local(tensor).shape != tensor.shape
+
+
 def local(tensor: Tensor) -> Tensor:
     """What of a tensor lies on this rank, as an ordinary tensor: all of it, unless it is a DTensor.
 
