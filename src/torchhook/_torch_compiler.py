@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook import errors
 from torchhook._torch import compiler_is_loaded
 from torchhook.errors import TorchVersionError
 
@@ -38,6 +39,33 @@ _frame_callback: Callable[[], Any] = getattr(
 def in_compiled_code() -> bool:
     """Whether the compiler follows the code that runs, or runs what it could not follow: it knows no new hooks."""
     return in_trace() or (compiler_is_loaded() and _frame_callback() is not None)
+
+
+# -- what is said while the compiler follows -------------------------------------------------------------
+
+
+def refused(kind: type[Exception], message: str) -> Exception:
+    """The error to be raised. While the compiler follows the code, it is raised here, in words of our own.
+
+    What the code that it follows raises, the compiler puts behind a page of its own under ``fullgraph=True``.
+    """
+    if in_trace():
+        _refuse_to_be_followed(kind.__name__, message)
+    return kind(message)
+
+
+def _refuse_to_be_followed(kind: str, message: str) -> None:
+    ours = getattr(errors, kind)
+    # As one of the compiler's own: without fullgraph=True it goes on without compiling this, and comes here no more.
+    theirs = getattr(sys.modules.get("torch._dynamo.exc"), "Unsupported", None)
+    if theirs is None:
+        raise ours(message)
+    members = {"__module__": ours.__module__, "__init__": theirs.__init__}
+    raise type(kind, (ours, theirs), members)(message)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: called while it follows, and not followed.
+_refuse_to_be_followed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -- compiled modules -------------------------------------------------------------------------------

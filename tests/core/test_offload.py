@@ -93,7 +93,9 @@ def test_what_loads_a_weight_is_no_operation_of_the_model(offloaded: nn.Sequenti
 
 
 def test_the_gradient_of_an_offloaded_weight_goes_with_the_copy_that_was_loaded(offloaded: nn.Sequential) -> None:
-    with pytest.warns(NeverRanWarning, match=r"'3.weight:grad': it is offloaded by accelerate, which loads a copy") as w:
+    with pytest.warns(
+        NeverRanWarning, match=r"'3.weight:grad': it is offloaded by accelerate, which loads a copy"
+    ) as w:
         with capture(offloaded, "3.weight:grad", "3:grad") as rec:
             offloaded(X).sum().backward()
     assert len(w) == 1

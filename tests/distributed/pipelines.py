@@ -158,4 +158,6 @@ def one_rank_alone() -> Any:
     return found
 
 
-SCENARIOS = {f.__name__: f for f in (captured, edited, clipped, trained, one_rank_clips, watched, guarded, sound, one_rank_alone)}
+SCENARIOS = {
+    f.__name__: f for f in (captured, edited, clipped, trained, one_rank_clips, watched, guarded, sound, one_rank_alone)
+}

@@ -162,7 +162,9 @@ def jagged(rows: list[Tensor], kind: str) -> Tensor:
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         starts, lengths = torch.zeros(len(rows), dtype=torch.int64), torch.tensor([len(row) for row in rows])
         return torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
-    made = torch.nested.nested_tensor([row.mT for row in rows] if kind == "in the last dim" else rows, layout=torch.jagged)
+    made = torch.nested.nested_tensor(
+        [row.mT for row in rows] if kind == "in the last dim" else rows, layout=torch.jagged
+    )
     return made.transpose(1, 2) if kind == "in the last dim" else made
 
 
@@ -223,7 +225,9 @@ def test_a_nested_tensor_takes_the_place_of_one_of_the_same_rows(layout: Any) ->
     with th.edit(model, {"0": edits.replace(torch.nested.nested_tensor(new, layout=layout))}):
         found = model(torch.nested.nested_tensor(old, layout=layout))
         assert all(torch.equal(a, b) for a, b in zip(found.unbind(), new, strict=True))
-        with pytest.raises(EditError, match=r"0#1: the edit changes the shape: expected \(2, 4\), found \(\(2, 4\), \(5"):
+        with pytest.raises(
+            EditError, match=r"0#1: the edit changes the shape: expected \(2, 4\), found \(\(2, 4\), \(5"
+        ):
             model(old[0])
         with pytest.raises(EditError, match=r"expected \(\(2, 4\),\), found \(\(2, 4\), \(5"):
             model(torch.nested.nested_tensor(old[:1], layout=layout))

@@ -268,7 +268,8 @@ eager_stance = _EagerStance()
 def refuse_compiled_code() -> None:
     """Say what cannot be done where the compiler follows the code: put hooks on, and take them away again."""
     if _torch_compiler.in_compiled_code():
-        raise SessionError(
+        raise _torch_compiler.refused(
+            SessionError,
             "a session cannot be opened inside compiled code, which ignores hooks that come and go. Open it around the "
-            "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True)."
+            "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True).",
         )

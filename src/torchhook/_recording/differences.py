@@ -206,7 +206,10 @@ def compare(
         raise MissingRecordError("names leaves every site of A out: nothing is left to compare.")
     rows.sort(key=lambda row: row[0])
     if any(_PART in row.note for _, row in rows):
-        notes = [*notes, f"{_PART}: of a DTensor, what lies on this rank was compared; record with gather='full' for all"]
+        notes = [
+            *notes,
+            f"{_PART}: of a DTensor, what lies on this rank was compared; record with gather='full' for all",
+        ]
     return Diff([row for _, row in rows], f"Diff of {a.model_name or 'A'} and {b.model_name or 'B'}", notes)
 
 

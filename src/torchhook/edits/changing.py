@@ -80,9 +80,7 @@ def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor, by_rows: bool) 
     return placed_like(through_numbers(change, tensor), tensor)
 
 
-def change_one(
-    change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str, by_rows: bool = False
-) -> Any:
+def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str, by_rows: bool = False) -> Any:
     """Change the one tensor of a value, ``by_rows`` as in ``change_all``."""
     if isinstance(value, Tensor):
         return _changed(change, value, by_rows)
