@@ -49,7 +49,8 @@ def load(options: Options, model: nn.Module, name: str) -> Given:
     chosen = [part for part in (options.file, options.text, options.shape) if part is not None]
     if len(chosen) != 1:
         raise Trouble(
-            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, or --shape 1x3x224x224."
+            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, or "
+            "--shape 1x3x224x224."
         )
     if options.text is not None:
         given = _text(options.text, name)
