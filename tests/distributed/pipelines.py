@@ -12,11 +12,14 @@ from torch import Tensor, distributed, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torchhook as th
+from tests.classic.toys import TORCH
 from tests.distributed.models import Net, batch, loss, net
 from torchhook import edits
 
 CHUNKS = 4
 NORM, VALUE = 0.5, 0.05
+# In torch 2.6 the second one waits for itself on gloo, whoever looks.
+KINDS = ["GPipe", "1F1B"] if TORCH >= (2, 7) else ["GPipe"]
 
 
 def stage_of(whole: Net, rank: int) -> nn.Module:
@@ -53,7 +56,7 @@ def grads(part: nn.Module) -> dict[str, Tensor]:
 
 def captured() -> Any:
     found = {}
-    for kind in ("GPipe", "1F1B"):
+    for kind in KINDS:
         part, step = piped(kind=kind)
         sites = ["a", "a:grad", "a.weight:grad"] if distributed.get_rank() == 0 else ["1", "1:grad", "1.weight:grad"]
         with th.capture(part, *sites) as rec:

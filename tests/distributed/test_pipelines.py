@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.models import Net, batch, loss, net
-from tests.distributed.pipelines import CHUNKS, NORM, VALUE, stage_of
+from tests.distributed.pipelines import CHUNKS, KINDS, NORM, VALUE, stage_of
 from tests.distributed.ranks import Results
 from tests.distributed.test_watching import by_hand
 
@@ -44,7 +44,7 @@ def stages(found: list[Any]) -> Iterator[tuple[int, Any]]:
 
 
 @pytest.mark.shows("Pipelines: captures and gradients of a stage")
-@pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_stages_of_a_pipeline_are_hooked_one_by_one(found: Results, kind: str) -> None:
     for rank, captured in stages(found["captured"]):
         model, values, gradients = net(), [], []
