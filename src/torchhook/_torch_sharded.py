@@ -94,9 +94,10 @@ def _frames(depth: int) -> Iterator[tuple[str, FrameType]]:
         frame = frame.f_back
 
 
-def is_moving_weights() -> bool:
-    """Whether FSDP or accelerate brings weights or takes them away: what runs then is none of the model's doing."""
-    if sys.modules.keys().isdisjoint(("torch.distributed.fsdp", "accelerate.hooks")):
+def is_moving_weights(module: nn.Module) -> bool:
+    """Whether FSDP or accelerate brings weights to a module or takes them away: none of that is the model's doing."""
+    # Asked for every operation: the stack is looked at only where either may be at work.
+    if "_hf_hook" not in vars(module) and not (distributed.is_available() and distributed.is_initialized()):
         return False
     for name, frame in _frames(1):
         if name == "torch.nn.modules.module":
