@@ -265,7 +265,6 @@ class Session:
         if self._attachment is not None:
             self._attachment.remove()
         self._removal.detach()
-        self.recording.finish()
         self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(
