@@ -141,7 +141,7 @@ def machine(monkeypatch) -> Machine:
     return made
 
 
-class _chosen:  # noqa: N801
+class _chosen:
     def __init__(self, machine: Machine, device: int) -> None:
         self.machine, self.device = machine, device
 

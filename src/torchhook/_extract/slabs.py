@@ -185,11 +185,18 @@ def bad_rows(slab: Slab, column: Fixed | Ragged, overflow: bool) -> list[int]:
     if not data.is_floating_point() or not data.numel() or _looks_finite(data):
         return []
     test = (lambda t: ~torch.isfinite(t)) if overflow else torch.isnan
-    if isinstance(column, Fixed):
-        found = [i for i in range(slab.rows) if bool(test(data[i].float()).any())]
-    else:
-        found = [i for i in range(slab.rows) if bool(test(column.row(i).float()).any())]
-    return [row for row in found if row not in slab.skipped]
+    # A few at a time: the answer, and the wider numbers that are asked, take memory.
+    step = max(1, _IN_CACHE * len(data) // data.numel())
+    found = [test(_wide(part)).reshape(len(part), -1).any(1) for part in data.split(step)]
+    items = torch.cat(found).nonzero().squeeze(1)
+    if isinstance(column, Ragged):
+        items = torch.searchsorted(column.offsets[1 : slab.rows + 1], items, right=True).unique()
+    return [row for row in items.tolist() if row not in slab.skipped]
+
+
+def _wide(data: Tensor) -> Tensor:
+    """Of a dtype that can be asked what its numbers are; a wide one stays, or its largest would be infinite."""
+    return data if data.dtype.itemsize >= 4 else data.float()
 
 
 def _looks_finite(data: Tensor) -> bool:
@@ -213,7 +220,7 @@ def check_values(slab: Slab, first_row: int, narrow: Collection[str], skip: bool
         bad = bad_rows(slab, column, overflow)
         if not bad:
             continue
-        value = bool(torch.isnan(column.row(bad[0]).float()).any())
+        value = bool(torch.isnan(_wide(column.row(bad[0]))).any())
         what = "NaN" if value else f"infinity after the cast to {column.spec.dtype}"
         if overflow and column.spec.dtype == SATURATES:
             what, value = f"NaN, or infinity after the cast to {SATURATES}", False
