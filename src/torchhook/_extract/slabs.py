@@ -200,7 +200,7 @@ def _wide(data: Tensor) -> Tensor:
 
 
 def _looks_finite(data: Tensor) -> bool:
-    """One fast pass: the sum of finite numbers is finite, unless it overflows; of short ones, the bits are looked at."""
+    """One fast pass: the sum of finite numbers is finite, unless it overflows; of short ones the bits tell."""
     # By numpy: torch would start threads of its own for this, which take the cores from the model.
     marks = _NOT_FINITE.get(data.dtype)
     if marks is None:
