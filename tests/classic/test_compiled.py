@@ -70,6 +70,7 @@ def test_a_session_inside_compiled_code_is_refused_in_one_sentence(net: Net, wha
     call = torch.compile(INSIDE[what](net), backend="eager")  # type: ignore[call-overload]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of copy-on-write, above all
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
         warnings.filterwarnings("ignore", category=th.errors.NeverOpenedWarning)
         with pytest.raises(SessionError, match="attach=True") as caught:
             call(X)

@@ -6,6 +6,7 @@ import abc
 import copy
 import pickle
 import pydoc
+import re
 from collections.abc import Sized
 from typing import Any
 
@@ -29,7 +30,7 @@ def test_help_tells_of_the_class_and_not_of_every_module(facade: type[nn.Module]
     assert len(lines) < 75
     text = "\n".join(lines)
     assert "forward(self, *args" in text
-    assert "__init__(self, model" in text
+    assert re.search(r"__init__\([\s|]*self,[\s|]*model", text)  # Python 3.13 breaks long lines
     assert "register_forward_hook" not in text
 
 

@@ -64,39 +64,35 @@ class Keep:
             mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
         )
         self._owned: Callable[[], Iterable[Tensor]] = tuple
+        self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
         self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
-        """A function that keeps a passing value and puts it away with its call index and its place in ``order``.
+        """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""
+        return lambda value, call: put((call, next(order), self.kept(value)))
 
-        It runs once for every captured layer, so what ``value`` does for a plain tensor is written out in it.
-        """
-        if not self._is_fast:
-            return lambda value, call: put((call, next(order), self.value(value)))
-        host = self._to_host
-
-        def record(value: Any, call: int) -> None:
-            if (
-                type(value) is Tensor
-                and not is_view(value)
-                and not value.is_inference()
-                and not value.is_quantized
-                and id(value) not in (self._outliving_ids or self._ids())
-                and not in_transform()
-                and (host is None or value.is_cpu or value.is_cuda)
-            ):
-                try:
-                    kept = lazy_clone(value.data)  # data: quicker than detach, and no view is kept
-                    put((call, next(order), kept if host is None or value.is_cpu else host.copy(kept)))
-                    return
-                except (NotImplementedError, RuntimeError):
-                    pass
-            put((call, next(order), self.value(value)))
-
-        return record
+    def kept(self, value: Any) -> Any:
+        """As ``value``, which is written out here for a plain tensor: this runs once for every captured layer."""
+        if (
+            self._is_fast
+            and type(value) is Tensor
+            and not is_view(value)
+            and not value.is_inference()
+            and not value.is_quantized
+            and id(value) not in (self._outliving_ids or self._ids())
+            and not in_transform()
+            and (self._to_host is None or value.is_cpu or value.is_cuda)
+        ):
+            try:
+                # data: quicker than detach, and no view is kept.
+                kept = lazy_clone(value.data if value.requires_grad else value)
+                return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept)
+            except (NotImplementedError, RuntimeError):
+                pass
+        return self.value(value)
 
     def value(self, value: Any) -> Any:
         """What is kept of one passing value."""
@@ -113,9 +109,14 @@ class Keep:
         except RecursionError:  # a list that holds itself: no tree to rebuild
             return value
 
-    def owned_by(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Say how to find the tensors that the model owns. Their memory outlives the forward pass."""
-        self._owned, self._owned_ids = tensors, None
+    def owned_by(
+        self, tensors: Callable[[], Iterable[Tensor]], ids: Callable[[], frozenset[int]] | None = None
+    ) -> None:
+        """Say how to find the tensors that the model owns. Their memory outlives the forward pass.
+
+        ``ids`` finds those that are no parameters, which are known by their type.
+        """
+        self._owned, self._find_ids, self._owned_ids = tensors, ids, None
         self.called_with(())
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
@@ -127,8 +128,8 @@ class Keep:
         """The tensors that outlive the forward pass; those of the model are looked for when the first value passes."""
         if self._outliving_ids is None:
             if self._owned_ids is None:
-                # A Parameter is known by its type.
-                self._owned_ids = frozenset(id(tensor) for tensor in self._owned() if type(tensor) is Tensor)
+                find = self._find_ids
+                self._owned_ids = frozenset(map(id, self._owned())) if find is None else find()
             self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
         return self._outliving_ids
 
