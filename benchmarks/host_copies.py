@@ -16,7 +16,7 @@ import mmap
 import sys
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -224,6 +224,109 @@ class TwoStreams(Lean):
         torch.cuda.synchronize()
 
 
+class Probe(Fixed):
+    """Where the time of a small copy goes while a model runs: each step by itself, and some left out."""
+
+    def __init__(self, steps: str, small: bool = False) -> None:
+        super().__init__(pinned)
+        self.steps, self.small = steps, small
+        self.seconds: Counter[str] = Counter()
+
+    def copy(self, source: Tensor) -> Tensor:
+        clock, start = time.perf_counter, time.perf_counter()
+        began = start
+        if "l" in self.steps:
+            source = torch._lazy_clone(source.data)
+            start = self._took("lazy clone", start)
+        if self.small:
+            source = source.view(-1)[:64]
+        into = self.room(source)
+        start = clock()
+        current = torch.cuda.current_stream(source.device)
+        start = self._took("current_stream", start)
+        if "e" in self.steps:
+            self.made.record(current)
+            start = self._took("record made", start)
+            self.side.wait_event(self.made)
+            start = self._took("side waits", start)
+        if "s" in self.steps:
+            torch.cuda.set_stream(self.side)
+            start = self._took("set_stream", start)
+        if "c" in self.steps:
+            into.copy_(source, non_blocking=True)
+            start = self._took("copy_", start)
+        if "s" in self.steps:
+            torch.cuda.set_stream(current)
+            start = self._took("set_stream back", start)
+        if "d" in self.steps:
+            done = self.free.pop() if self.free else torch.cuda.Event()
+            done.record(self.side)
+            start = self._took("record done", start)
+            while self.pending and self.pending[0][0].query():
+                self.free.append(self.pending.popleft()[0])
+            self._took("query", start)
+            self.pending.append((done, source))
+        self._took("all", began)
+        return into
+
+    def _took(self, step: str, start: float) -> float:
+        now = time.perf_counter()
+        self.seconds[step] += now - start
+        return now
+
+
+def probe(title: str, model: nn.Module, x: Tensor, names: list[str], rounds: int) -> dict[str, Any]:
+    """Of each way: the ratio, when the call of the model returned, and the host's time for each step."""
+    ways = {
+        "the hook alone": Probe(""),
+        "lazy clone": Probe("l"),
+        "lazy clone, events": Probe("led"),
+        "lazy clone, events, streams": Probe("lesd"),
+        "all, 64 numbers of each": Probe("lescd", small=True),
+        "all": Probe("lescd"),
+        "the copy on the model's own stream": Probe("lcd"),
+    }
+    returned: dict[str, list[float]] = {name: [] for name in (*ways, "plain")}
+    total: dict[str, list[float]] = {name: [] for name in returned}
+    now: list[Copy | None] = [None]
+
+    def look(m: nn.Module, a: Any, out: Tensor) -> None:
+        if now[0] is not None:
+            now[0](out)
+
+    handles = [model.get_submodule(name).register_forward_hook(look) for name in names]
+    for turn in range(rounds + 3):
+        for name in returned:
+            now[0] = ways[name].copy if name in ways else None
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(x)
+            back = time.perf_counter() - start
+            torch.cuda.synchronize()
+            took = time.perf_counter() - start
+            if name in ways:
+                ways[name].end()
+            if turn >= 3:
+                returned[name].append(back)
+                total[name].append(took)
+            elif name in ways:
+                ways[name].seconds.clear()
+    for handle in handles:
+        handle.remove()
+    plain, found = median(total["plain"]), {}
+    print(f"{title}, step by step: plain {plain * 1e3:.2f} ms, returns after {median(returned['plain']) * 1e3:.2f} ms")
+    for name, way in ways.items():
+        each = {step: took / rounds / len(names) * 1e6 for step, took in way.seconds.items()}
+        found[name] = {
+            "ratio": median(total[name]) / plain,
+            "returned": median(returned[name]) / plain,
+            "host us": each,
+        }
+        steps = ", ".join(f"{step} {took:.1f}" for step, took in each.items())
+        print(f"  {name:<36}{found[name]['ratio']:6.3f}  returned {found[name]['returned']:6.3f}   µs: {steps}")
+    return found
+
+
 _maps: list[Any] = []
 
 
@@ -394,6 +497,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--probe", action="store_true", help="only where the time of a copy goes")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict[str, Any] = {"machine": machine()}
@@ -408,7 +512,9 @@ def main() -> None:
     with torch.no_grad():
         for name, make in (("ResNet-50, batch 64, six stages", resnet), ("GPT-2 medium's size, 8x512, bf16", decoder)):
             model, x, names = make()
-            found[name] = measure(name, model, x, names, given.rounds)
+            found[f"{name}, probed"] = probe(name, model, x, names, given.rounds)
+            if not given.probe:
+                found[name] = measure(name, model, x, names, given.rounds)
             del model
             torch.cuda.empty_cache()
     if given.json:
