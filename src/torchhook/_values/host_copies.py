@@ -56,9 +56,10 @@ _alive: weakref.WeakSet[HostCopies] = weakref.WeakSet()
 
 def _lane(device: int) -> _Lane:
     with _making:
-        if not _lanes and hasattr(os, "register_at_fork"):
+        at_fork = getattr(os, "register_at_fork", None)  # not on Windows
+        if not _lanes and at_fork is not None:
             # A child has no CUDA to ask whether a copy is done; it has the memory.
-            os.register_at_fork(before=_wait_for_all)
+            at_fork(before=_wait_for_all)
         return _lanes.setdefault(device, _Lane(device))
 
 
