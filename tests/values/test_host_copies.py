@@ -127,6 +127,7 @@ class Host:
 def machine(monkeypatch) -> Machine:
     made = Event.machine = Machine(most=100)
     monkeypatch.setattr(host_copies, "_lanes", {})
+    monkeypatch.setattr(host_copies, "_TOGETHER", 16)  # two of the values here
     monkeypatch.setattr(host_copies.os, "register_at_fork", lambda before: None)
     for name, value in {
         "Stream": Stream,
@@ -186,7 +187,7 @@ def test_bytes_on_their_way_are_bounded_by_waits_of_the_device_alone(machine) ->
     hosts = [Host(machine) for _ in range(40)]
     for number, host in enumerate(hosts):
         copies.copy(OnDevice(machine, nbytes=30).write(number), into=host)
-        held.append(sum(one.source.nbytes for one in copies._pending if one.source is not None))
+        held.append(sum(one.nbytes for group in copies._started for one in group.sources))
     assert max(held) <= 100
     assert held[-1] == copies._bytes
     assert machine.waits == 0
@@ -211,13 +212,14 @@ def test_a_copy_that_fails_leaves_the_stream_as_it_was(machine) -> None:
         def copy_(self, source: OnDevice, non_blocking: bool) -> None:
             raise RuntimeError("no memory")
 
-    copies = HostCopies()
+    copies, before = HostCopies(), Host(machine)
+    copies.copy(OnDevice(machine).write(2), into=before)
     with pytest.raises(RuntimeError, match="no memory"):
         copies.copy(OnDevice(machine), into=Full(machine))
     assert machine.current == machine.main
     copies.copy(OnDevice(machine).write(3), into=(host := Host(machine)))
     copies.wait()
-    assert host.value == 3
+    assert (before.value, host.value) == (2, 3)
 
 
 def test_events_are_used_again(machine) -> None:
@@ -226,7 +228,41 @@ def test_events_are_used_again(machine) -> None:
         for number in range(4):
             copies.copy(OnDevice(machine).write(number), into=Host(machine))
         copies.wait()
-    assert len(host_copies._lanes[0].unused) == 4
+    assert len(host_copies._lanes[0].unused) == 4  # of two groups, two each
+
+
+def test_small_values_are_started_together_and_a_large_one_at_once(machine) -> None:
+    copies = HostCopies()
+    side = []
+    for nbytes in (4, 4, 4, 4, 40, 8):
+        copies.copy(OnDevice(machine, nbytes=nbytes).write(nbytes), into=Host(machine))
+        side.append(len(host_copies._lanes[0].stream.work))
+    # A wait, and then the copies of a group.
+    assert side == [0, 0, 0, 5, 7, 7]
+    copies.settle()
+    assert len(host_copies._lanes[0].stream.work) == 9
+
+
+def test_the_last_ones_do_not_wait_for_what_the_model_does_after_them(machine) -> None:
+    copies, host = HostCopies(), Host(machine)
+    copies.copy(OnDevice(machine).write(1), into=host)
+    late = OnDevice(machine).write(2)
+    copies.events()
+    host_copies._lanes[0].stream.run(len(host_copies._lanes[0].stream.work))
+    assert host.value == 1
+    assert late.value is None
+
+
+def test_values_of_two_streams_are_two_groups(machine) -> None:
+    copies, hosts, other = HostCopies(), [Host(machine), Host(machine)], Stream()
+    copies.copy(OnDevice(machine, nbytes=1).write(1), into=hosts[0])
+    machine.current[0] = other
+    second = OnDevice(machine, nbytes=1)
+    other.submit(lambda: setattr(second, "value", 2))
+    copies.copy(second, into=hosts[1])
+    assert machine.current[0] is other
+    copies.wait()
+    assert [host.value for host in hosts] == [1, 2]
 
 
 def test_two_threads_that_read_at_once_both_wait_for_all(machine) -> None:
@@ -240,7 +276,8 @@ def test_two_threads_that_read_at_once_both_wait_for_all(machine) -> None:
             go.wait(10)
             super().synchronize()
 
-    copies._pending[0].done.__class__ = Slow
+    copies.events()  # which starts it
+    copies._started[0].done.__class__ = Slow
     one = threading.Thread(target=copies.wait)
     one.start()
     assert reached.wait(10)

@@ -3,9 +3,10 @@
 ``.cpu()`` in a hook makes the model wait for every transfer. Here each device has one stream for them, on which they
 run in the order in which the values were made; the host memory is pinned; and whoever reads it waits.
 
-A small value takes longer to start than to copy, so what is done for each is counted: events are used again, and the
-stream is switched by hand. The memory is torch's own: its cache gives a pinned block out again when the last view of it
-is gone and the last copy into it is done, which nobody outside of it could tell.
+To start a copy takes the host several calls of the driver, between two layers of a model that may be waiting for just
+this host: small values are therefore started together, and the events and the stream are used again. The memory is
+torch's own: its cache gives a pinned block out again when the last view of it is gone and the last copy from or into it
+is done, which nobody outside of it could tell.
 """
 
 from __future__ import annotations
@@ -18,35 +19,25 @@ from collections import deque
 import torch
 from torch import Tensor
 
+_TOGETHER = 32 << 20
+"""So many bytes are worth a start; the bus takes half a millisecond for them."""
 _SHARE = 16
 """What is on its way holds at most one part in so many of a device's memory."""
 
 
 class _Lane:
-    """The stream of a device that all copies from it share, and what starting one needs."""
+    """The stream of a device that all copies from it share, and the events that nobody waits for any more."""
 
     def __init__(self, device: int) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.made = torch.cuda.Event()
+        self.device, self.stream = device, torch.cuda.Stream(device)
         self.unused: list[torch.cuda.Event] = []
-        # Not a plain lock: what is freed meanwhile may run a user's code, which may come back here.
-        self.lock = threading.RLock()
         self.most = torch.cuda.get_device_properties(device).total_memory // _SHARE
 
-    def start(self, source: Tensor, into: Tensor, current: torch.cuda.Stream) -> torch.cuda.Event:
-        """Copy once ``current`` has made the source; the event is over when that is done."""
-        with self.lock:
-            done = self.unused.pop() if self.unused else torch.cuda.Event()
-            self.made.record(current)
-            self.stream.wait_event(self.made)
-            # Not torch.cuda.stream(): it asks three times which stream and device are current.
-            try:
-                torch.cuda.set_stream(self.stream)
-                into.copy_(source, non_blocking=True)
-                done.record(self.stream)
-            finally:
-                torch.cuda.set_stream(current)
-        return done
+    def event(self) -> torch.cuda.Event:
+        try:
+            return self.unused.pop()
+        except IndexError:
+            return torch.cuda.Event()
 
 
 _lanes: dict[int, _Lane] = {}
@@ -68,16 +59,43 @@ def _wait_for_all() -> None:
         copies.wait()
 
 
-class _Pending:
-    """A copy that may not be done."""
+class _Group:
+    """Values that one stream has made, and that are copied together."""
 
-    __slots__ = ("done", "lane", "source", "stream")
+    __slots__ = ("done", "into", "lane", "made", "nbytes", "sources", "stream")
 
-    def __init__(self, done: torch.cuda.Event, source: Tensor, stream: torch.cuda.Stream, lane: _Lane) -> None:
-        self.done, self.stream, self.lane = done, stream, lane
-        # Held until the copy is done. Once it is dropped, its memory may be given to someone else, or the last owner of
-        # a copy-on-write storage may write to it in place, while the copy still reads it.
-        self.source: Tensor | None = source
+    def __init__(self, lane: _Lane, stream: torch.cuda.Stream) -> None:
+        self.lane, self.stream = lane, stream
+        self.made, self.done = lane.event(), lane.event()
+        self.nbytes = 0
+        # Held until the copy is done. Once one is dropped, its memory may be given to someone else, or the last owner
+        # of a copy-on-write storage may write to it in place, while the copy still reads it.
+        self.sources: list[Tensor] = []
+        self.into: list[Tensor] = []
+
+    def add(self, source: Tensor, into: Tensor) -> None:
+        self.sources.append(source)
+        self.into.append(into)
+        self.nbytes += source.nbytes
+        # Each time, and not when they start: what the model does after the last of them need not be done by then.
+        self.made.record(self.stream)
+
+    def start(self) -> None:
+        """Copy, on the lane's stream; its device is the current one."""
+        side, current = self.lane.stream, torch.cuda.current_stream()
+        side.wait_event(self.made)
+        # Not torch.cuda.stream(): it asks three times which stream and device are current.
+        try:
+            torch.cuda.set_stream(side)
+            for source, into in zip(self.sources, self.into, strict=True):
+                into.copy_(source, non_blocking=True)
+        finally:
+            self.done.record(side)  # after an error, of those before it
+            torch.cuda.set_stream(current)
+        self.into = []
+
+    def recycle(self) -> None:
+        self.lane.unused += (self.made, self.done)
 
 
 class HostCopies:
@@ -90,12 +108,14 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending] = deque()
-        self._bytes = 0  # held by what is pending
+        self._next: _Group | None = None
+        self._started: deque[_Group] = deque()
+        self._bytes = 0  # held by what was started
+        # Not a plain lock: what is freed meanwhile may run a user's code, which may come back here.
         self._lock = threading.RLock()
 
     def copy(self, source: Tensor, into: Tensor | None = None) -> Tensor:
-        """Start copying ``source``, which nobody may write to any more, and return the host tensor to be filled.
+        """Begin to copy ``source``, which nobody may write to any more, and return the host tensor to be filled.
 
         That is ``into``, pinned memory of the caller's, with its own dtype; or a fresh tensor like the source.
         """
@@ -105,43 +125,60 @@ class HostCopies:
             into = torch.empty_like(source, device="cpu", pin_memory=True)
         device = source.get_device()
         if device == torch.cuda.current_device():
-            self._copy(source, into, device)
+            self._add(source, into, device)
         else:  # to choose a stream is to choose its device, too
             with torch.cuda.device(device):
-                self._copy(source, into, device)
+                self._add(source, into, device)
         return into
 
-    def _copy(self, source: Tensor, into: Tensor, device: int) -> None:
-        lane, current = _lanes.get(device) or _lane(device), torch.cuda.current_stream()
-        done = lane.start(source, into, current)
+    def _add(self, source: Tensor, into: Tensor, device: int) -> None:
+        current = torch.cuda.current_stream()
         with self._lock:
-            if not self._pending:
+            group = self._next
+            if group is None or group.stream != current:
+                self._start()
                 _alive.add(self)
-            self._pending.append(_Pending(done, source, current, lane))
-            self._bytes += source.nbytes
-            self._forget_done()
-            if self._bytes > lane.most:
-                # The copies cannot keep up with the model.
-                self._let_go(lane.most)
+                group = self._next = _Group(_lanes.get(device) or _lane(device), current)
+            group.add(source, into)
+            if group.nbytes >= _TOGETHER:
+                self._start()
+
+    def _start(self) -> None:
+        """Start what waits to be started."""
+        group, self._next = self._next, None
+        if group is None:
+            return
+        # Before it starts: should that fail in the middle, what it began is held, and waited for.
+        self._started.append(group)
+        self._bytes += group.nbytes
+        if group.lane.device == torch.cuda.current_device():
+            group.start()
+        else:
+            with torch.cuda.device(group.lane.device):
+                group.start()
+        self._forget_done()
+        if self._bytes > group.lane.most:
+            # The copies cannot keep up with the model.
+            self._let_go(group.lane.most)
 
     def _forget_done(self) -> None:
-        pending = self._pending
-        while pending and pending[0].done.query():
-            over = pending.popleft()
-            over.lane.unused.append(over.done)
-            self._bytes -= 0 if over.source is None else over.source.nbytes
+        started = self._started
+        while started and started[0].done.query():
+            group = started.popleft()
+            self._bytes -= group.nbytes if group.sources else 0
+            group.recycle()
 
     def _let_go(self, most: int) -> None:
         """Hold on to so many bytes at most: the streams that made the others wait for the copies, not the host."""
         going, last = [], {}
-        for one in self._pending:
+        for group in self._started:
             if self._bytes <= most:
                 break
-            if one.source is not None:
-                going.append(one.source)
-                self._bytes -= one.source.nbytes
-                one.source = None
-                last[one.stream] = one.done  # copies are done one after the other
+            if group.sources:
+                going.append(group.sources)
+                self._bytes -= group.nbytes
+                group.sources = []
+                last[group.stream] = group.done  # copies are done one after the other
         for stream, done in last.items():
             stream.wait_event(done)
         del going  # not before: a freed one could be given out again at once
@@ -149,6 +186,7 @@ class HostCopies:
     def settle(self) -> None:
         """Hold on to no source any more, without waiting: what comes next on the device comes after the copies."""
         with self._lock:
+            self._start()
             self._forget_done()
             self._let_go(-1)
 
@@ -156,7 +194,8 @@ class HostCopies:
         """Events that are over when every copy so far is, for another thread to wait for."""
         events = []
         with self._lock:
-            lanes = {id(one.lane): one.lane for one in self._pending}
+            self._start()
+            lanes = {group.lane.device: group.lane for group in self._started}
         for lane in lanes.values():
             event = torch.cuda.Event()
             event.record(lane.stream)
@@ -165,8 +204,11 @@ class HostCopies:
 
     def wait(self) -> None:
         """Return when every copy so far is done."""
-        # Whoever reads at the same time waits for the same ones: what another thread has taken over is not done yet.
-        for one in list(self._pending):
-            one.done.synchronize()
+        with self._lock:
+            self._start()
+            started = list(self._started)
+        # Whoever reads at the same time waits for the same ones: none is forgotten before it is done.
+        for group in started:
+            group.done.synchronize()
         with self._lock:
             self._forget_done()
