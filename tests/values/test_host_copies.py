@@ -128,12 +128,14 @@ def machine(monkeypatch) -> Machine:
     made = Event.machine = Machine(most=100)
     monkeypatch.setattr(host_copies, "_lanes", {})
     monkeypatch.setattr(host_copies, "_TOGETHER", 16)  # two of the values here
+    monkeypatch.setattr(host_copies, "_WORTH", 8)
+    monkeypatch.setattr(host_copies, "current_raw_stream", lambda device: id(made.current[device]))
     monkeypatch.setattr(host_copies.os, "register_at_fork", lambda before: None)
     for name, value in {
         "Stream": Stream,
         "Event": Event,
         "current_device": lambda: made.current_device,
-        "current_stream": lambda: made.current[made.current_device],
+        "current_stream": lambda device: made.current[device],
         "set_stream": made.set_stream,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=made.memory),
         "device": lambda device: _chosen(made, device),
@@ -251,6 +253,16 @@ def test_the_last_ones_do_not_wait_for_what_the_model_does_after_them(machine) -
     host_copies._lanes[0].stream.run(len(host_copies._lanes[0].stream.work))
     assert host.value == 1
     assert late.value is None
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (1, 8), (1, 1)])
+def test_a_small_value_is_copied_after_it_was_made_whatever_was_made_before(machine, sizes) -> None:
+    copies, hosts = HostCopies(), [Host(machine), Host(machine)]
+    for number, (size, host) in enumerate(zip(sizes, hosts, strict=True)):
+        copies.copy(OnDevice(machine, nbytes=size).write(number), into=host)
+    copies.events()
+    host_copies._lanes[0].stream.run(len(host_copies._lanes[0].stream.work))
+    assert [host.value for host in hosts] == [0, 1]
 
 
 def test_values_of_two_streams_are_two_groups(machine) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._torch import in_transform, is_view, lazy_clone, storage_key, unwrapped
+from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
 from torchhook._values import tree
 from torchhook._values.host_copies import HostCopies
 
@@ -79,12 +79,12 @@ class Keep:
         if (
             self._is_fast
             and type(value) is Tensor
-            and not is_view(value)
             and not value.is_inference()
             and not value.is_quantized
-            and id(value) not in (self._outliving_ids or self._ids())
             and not in_transform()
             and (self._to_host is None or value.is_cpu or value.is_cuda)
+            and id(value) not in (ids := self._outliving_ids or self._ids())
+            and ((base := base_of(value)) is None or _is_passing(base, value, ids))
         ):
             try:
                 # data: quicker than detach, and no view is kept.
@@ -157,8 +157,12 @@ class Keep:
         """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
         if type(tensor) is not Tensor or tensor.is_quantized or in_transform():  # a Parameter outlives by its type
             return False
-        if not is_view(tensor) and not tensor.is_inference():
-            return id(tensor) not in self._ids()
+        base, ids = base_of(tensor), self._ids()
+        if id(tensor) in ids:
+            return False
+        if base is not tensor and not tensor.is_inference():
+            return base is None or _is_passing(base, tensor, ids)
+        # Nobody knows what it is a view of.
         try:
             if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
                 return False  # a small view would hold on to all of it
@@ -185,6 +189,16 @@ class Keep:
 
 def _at_once() -> None:
     """Nothing is on its way."""
+
+
+def _is_passing(base: Tensor, view: Tensor, outliving: frozenset[int]) -> bool:
+    """Whether the memory of a view is made in the forward pass, and not much larger than the view."""
+    if type(base) is not Tensor or base is view or id(base) in outliving:
+        return False
+    try:
+        return base.nbytes <= _ROOMY * view.nbytes  # a small view would hold on to all of it
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _detached_clone(tensor: Tensor) -> Tensor:

@@ -316,7 +316,7 @@ class Session:
                 why = f"the block ended early with {type(error).__name__}."
             else:
                 why = never_ran.cause(
-                    target, tap, forward, self.index, self._taps.by_module(), self.scope, self._taps.listener
+                    target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
                 )
             self.recording.missing[address] = why
 

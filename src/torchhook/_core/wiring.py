@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import chain
 
@@ -51,8 +52,9 @@ class Taps:
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
 
+    @functools.cached_property
     def by_module(self) -> dict[int, Tap]:
-        """A tap of each module that has one, by the module's id."""
+        """A tap of each module that has one, by the module's id; asked for when all are made."""
         return {id(module): tap for module, tap in self}
 
     @property
