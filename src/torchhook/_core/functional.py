@@ -228,6 +228,8 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
+        self._ignored: set[Callable[..., Any]] = set()
+        """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
         self.listeners.append(listener)
@@ -240,6 +242,7 @@ class _Mode(TorchFunctionMode):
 
     def _settle(self) -> None:
         """On while anybody listens, and off otherwise."""
+        self._ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
         if self.listeners:
             listening.add(self)
             if not _torch.mode_is_on(self):
@@ -251,12 +254,9 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in self._ignored:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {} if kwargs is None else kwargs
-        for listener in self.listeners:
-            if func not in listener.ignored:
-                break
-        else:
-            return func(*args, **kwargs)
         name = op_name(func)
         if name is None:
             for listener in self.listeners:
