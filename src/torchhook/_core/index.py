@@ -29,12 +29,11 @@ class Index:
         """The model itself, without what wraps it."""
         self.followed: list[Step] = []
         """What was followed to find what was asked for."""
-        self._follows = True
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Every module by path. Found when first asked for: a large model takes long, and an exact name needs none."""
-        return dict(walk(self.given))
+        return dict(walk(self.given, self.followed))
 
     def find(self, path: str, notes: list[Step] | None = None) -> nn.Module | None:
         """The module of an exact name, as the model is now; without going through the others."""
@@ -60,9 +59,7 @@ class Index:
         return module
 
     def is_as_it_was(self) -> bool:
-        """Whether the modules that were found without going through all of them are still there."""
-        if "modules" in vars(self) or not self._follows:
-            return False  # it may be, but nobody took notes
+        """Whether the modules that were found are still where they were."""
         return all(name in children and children[name] is child for children, name, child in self.followed)
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
@@ -76,8 +73,7 @@ class Index:
         if not parts:
             yield path, module
         elif parts[0] == "**":
-            self._follows = False
-            below = _walk(module, path, above)
+            below = _walk(module, path, above, self.followed)
             yield from ((found, inner) for found, inner in below if found and whole.fullmatch(found + "."))
         else:
             fits = glob_pattern(parts[0]).fullmatch
@@ -88,6 +84,23 @@ class Index:
                     inner = unwrapped(child)
                     if not any(inner is other for other in above):
                         yield from self._matching(inner, f"{path}.{name}" if path else name, parts[1:], whole, above)
+
+    def matching_tensors(self, pattern: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """The parameters and buffers whose paths a glob matches, each with its owner and its name there."""
+        above, _, last = pattern.rpartition(".")
+        if last == "**":
+            matches = glob_pattern(pattern).fullmatch
+            yield from ((path, *found) for path, found in self.tensors.items() if matches(path + "."))
+            return
+        owners = list(self.matching(above)) if above else []
+        if set(above.split(".")) <= {"", "**"}:  # the model itself may own them, too
+            owners.insert(0, ("", self.root))
+        fits = glob_pattern(last).fullmatch
+        for path, owner in owners:
+            for held in (owner._parameters, owner._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and fits(name + "."):
+                        yield f"{path}.{name}" if path else name, owner, name
 
     def find_tensor(self, path: str, notes: list[Step] | None = None) -> tuple[nn.Module, str] | None:
         """The parameter or buffer of an exact name, as its owner and its name there."""
@@ -220,15 +233,17 @@ def all_modules(model: nn.Module) -> Iterator[nn.Module]:
                 waiting += [child for child in module._modules.values() if child is not None]
 
 
-def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def walk(model: nn.Module, notes: list[Step] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module with its original path, parents first; a shared module comes under each of its names.
 
     Of a wrapper and what it wraps, which have the same path, only the wrapped module is given.
     """
-    yield from _walk(model, "", ())
+    yield from _walk(model, "", (), [] if notes is None else notes)
 
 
-def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(
+    module: nn.Module, path: str, above: tuple[nn.Module, ...], notes: list[Step]
+) -> Iterator[tuple[str, nn.Module]]:
     if any(module is other for other in above):  # a module that contains itself
         return
     children = module._modules
@@ -240,9 +255,10 @@ def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterato
     above = (*above, module)
     for name, child in children.items():
         if child is not None:
+            notes.append((children, name, child))
             below = path if name == inner else f"{path}.{name}" if path else name
             if child._modules:
-                yield from _walk(child, below, above)
+                yield from _walk(child, below, above, notes)
             else:
                 yield below, child
 

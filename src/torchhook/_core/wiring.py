@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import chain
 
@@ -51,14 +52,15 @@ class Taps:
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
 
+    @functools.cached_property
     def by_module(self) -> dict[int, Tap]:
-        """A tap of each module that has one, by the module's id."""
+        """A tap of each module that has one, by the module's id; asked for when all are made."""
         return {id(module): tap for module, tap in self}
 
     @property
     def any_ran(self) -> bool:
         """Whether the model or any part of it was called."""
-        return self.root.ran > 0 or any(tap.ran for _, tap in self) or self.listener is not None
+        return self.root.ran > 0 or any(tap.ran for _, tap in self)
 
     def passing(self, site: Site, tap: Tap) -> Tap:
         """The tap that the value itself passes in the forward pass: that of the site, unless it is a gradient's."""

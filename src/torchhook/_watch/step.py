@@ -16,7 +16,7 @@ from torchhook._torch import version
 from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
-from torchhook._values.subclasses import is_distributed, sharded_over
+from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.units import Units, alive
@@ -202,12 +202,12 @@ class _Latest:
 
 def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        if measurable(value):
+        if measurable(value := packed(value)):
             yield site, value
         return
     for address, leaf in tree.leaves(value):
-        if isinstance(leaf, Tensor) and measurable(leaf):
-            yield f"{site}[{address}]", leaf
+        if isinstance(leaf, Tensor) and measurable(part := packed(leaf)):
+            yield f"{site}[{address}]", part
 
 
 def _dense(gradient: Tensor) -> Tensor:
