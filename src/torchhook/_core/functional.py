@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook import _torch
+from torchhook import _torch, _torch_sharded
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
@@ -262,10 +262,12 @@ class _Mode(TorchFunctionMode):
             for listener in self.listeners:
                 listener.ignored.add(func)
             return func(*args, **kwargs)
-        if own_work.busy or _torch.in_fsdp():
+        if own_work.busy:
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]
+        if heard and _torch_sharded.is_moving_weights(heard[0][1]):
+            return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)

@@ -266,7 +266,6 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self.recording.finish()
         self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(
