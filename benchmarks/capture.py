@@ -35,7 +35,7 @@ from results import Report, Row
 from timing import ratios
 from ways import WAYS, Found, NotOffered, bare_gradients, bare_per_call, lens_work, loss, own_copy
 
-PATIENCE = 60  # seconds of a processor for one mode of one way on one model
+PATIENCE = 90  # seconds for one mode of one way on one model
 
 
 class TooSlow(Exception):
@@ -111,18 +111,18 @@ def patiently(run: Callable[[], Row | None]) -> Row | str | None:
     def ring(number: int, frame: FrameType | None) -> None:
         raise TooSlow(f"took more than {PATIENCE} s")
 
-    before = signal.signal(signal.SIGPROF, ring)
-    # In processor time, as what is measured: a busy machine is nobody's fault.
-    signal.setitimer(signal.ITIMER_PROF, PATIENCE)
+    before = signal.signal(signal.SIGALRM, ring)
+    # Not ITIMER_PROF: while that runs, Linux updates the clock of processor time at its ticks only, every 4 ms.
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
         try:
             return run()
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
     except Exception as error:
         return message(error)
     finally:
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGALRM, before)
 
 
 def message(error: Exception) -> str:

@@ -55,8 +55,8 @@ NOTES = {
     "gpu": "1 is the plain forward pass or step; for what goes to disk, 1 is the slower of the stopped forward passes "
     "and a raw write, and more is better.",
     "capture": "1 is the plain forward pass (with gradients: forward and backward), in processor time on one core; "
-    "each way has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and *all* are "
-    "the sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
+    "each way has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and "
+    "*all* are the sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
     "torchvision's extractor leaves out what comes after the last site, and captum's gradients those of the "
     "parameters, so that they can be below 1.",
     "features": "1 is the forward passes alone, and more is better.",
