@@ -134,8 +134,25 @@ def unwrapped(tensor: Tensor) -> Tensor:
 current_node: Callable[[], Any] = _find("_C._current_autograd_node", lambda: None)
 """The step of the backward pass that runs in this thread, if one does."""
 
-graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
-"""The backward pass that is running in this thread; -1 for none."""
+_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+_ended: set[int] = set()
+
+
+def graph_task() -> int:
+    """The backward pass that is running in this thread; -1 for none."""
+    task = _graph_task()
+    return -1 if task in _ended else task
+
+
+@contextlib.contextmanager
+def after_graph_task() -> Iterator[None]:
+    """From what was called ``after_backward``: the pass that torch still counts as running has ended."""
+    task = _graph_task()
+    _ended.add(task)
+    try:
+        yield
+    finally:
+        _ended.discard(task)
 
 next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr", lambda: 0)
 """The number of the next step that autograd will note in this thread."""
@@ -161,6 +178,26 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 _no_queue = _missing("Variable._execution_engine", "to see the gradients of several tensors together")
+
+
+@contextlib.contextmanager
+def silenced(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """No hook that these tensors have now is called in this block; those that come meanwhile are.
+
+    Where torch no longer shows the hooks, they are called.
+    """
+    found = [getattr(t, name, None) for t in tensors for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    held = [(hooks, dict(hooks)) for hooks in found if isinstance(hooks, dict) and hooks]
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in held:
+            later = dict(hooks)
+            hooks.clear()
+            hooks.update(before)  # first, as they were: hooks are called in this order
+            hooks.update(later)
 
 
 # -- functional calls ---------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ FSDP has no public way to ask for the part of a parameter that a rank keeps whil
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,3 +79,28 @@ def rank_store() -> Any:
         return None
     find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
     return find() if distributed.get_world_size() > 1 else None
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+@contextlib.contextmanager
+def refused_collectives(error: BaseException) -> Iterator[None]:
+    """Whatever would wait for other ranks raises ``error`` in this block; where torch no longer tells, it waits."""
+    if rank_store() is None:
+        yield
+        return
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        yield
+        return
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "namespace", "") in _COLLECTIVES:
+                raise error
+            return func(*args, **(kwargs or {}))
+
+    with Refuses():
+        yield

@@ -222,6 +222,20 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+class UsersLine:
+    """The user's line as ``warn`` finds it, for a warning that is given later."""
+
+    def __init__(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+            frame = frame.f_back
+        self._file, self._line = frame.f_code.co_filename, frame.f_lineno
+        self._registry = frame.f_globals.setdefault("__warningregistry__", {})
+
+    def warn(self, message: str, category: type[Warning]) -> None:
+        warnings.warn_explicit(message, category, self._file, self._line, registry=self._registry)
+
+
 _NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
 
 

@@ -8,8 +8,8 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -127,22 +127,22 @@ def buffers(*models: nn.Module) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
+def undisturbed(*models: nn.Module, only: Collection[int] | None = None) -> Iterator[Callable[[], None]]:
     """Give the models back on leaving what a forward pass may change, and the process its random numbers.
 
     That is buffers (running statistics move in training mode), plain attributes (caches, counters), gradients and
-    modes. What is yielded does so at once, modes aside, so that several runs can start from the same state.
+    modes. What is yielded does so at once, modes aside, so that several runs can start from the same state. With
+    ``only``, buffers and attributes are those of the modules with these ids.
     """
     modules = list({id(module): module for model in models for _, module in walk(model)}.values())
-    seen: set[int] = set()
-    steps = [step for module in modules for step in _ways_back(module, seen)]
+    kept = remembered(module for module in modules if only is None or id(module) in only)
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters(recurse=False)]
     modes = [(module, module.training) for module in modules]
     again = random_numbers()
 
     def restore() -> None:
-        for step in steps:
-            step()
+        for one in kept:
+            one.put_back()
         # Gradients are set aside, not copied: a model that trains itself makes new ones meanwhile.
         for parameter, _ in gradients:
             parameter.grad = None
@@ -168,19 +168,48 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}
 
 
-def _ways_back(module: nn.Module, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """What puts back the buffers and plain attributes of a module, step by step."""
+class Remembered(NamedTuple):
+    """Something of a module that a forward pass may change."""
+
+    module: nn.Module
+    has_changed: Callable[[], bool]
+    put_back: Callable[[], None]
+
+
+def remembered(modules: Iterable[nn.Module], graphs: bool = True) -> list[Remembered]:
+    """The buffers and plain attributes of modules as they are now; without ``graphs``, detached from theirs.
+
+    What goes with a graph must hold no other: a model that keeps its last output would keep all of them.
+    """
+    seen: set[int] = set()
+    return [Remembered(module, *ways) for module in modules for ways in _ways_back(module, seen, graphs)]
+
+
+_Ways = tuple[Callable[[], bool], Callable[[], None]]
+"""What tells whether something has changed, and what puts it back."""
+
+
+def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Ways]:
     if isinstance(module, torch.jit.ScriptModule):  # it holds its attributes elsewhere
         for buffer in module.buffers(recurse=False):
-            yield from _into(buffer, seen)
+            yield from _into(buffer, seen, graphs)
         return
-    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    held = {name: value if graphs else _detached(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
     if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
         held = {"_buffers": module._buffers}  # its first run makes it another module, and that is meant to stay
     else:
-        yield functools.partial(_reassign, module, held)
+        yield functools.partial(_is_reassigned, module, held), functools.partial(_reassign, module, held)
     for value in held.values():
-        yield from _into(value, seen)
+        yield from _into(value, seen, graphs)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _is_reassigned(module: nn.Module, held: dict[str, Any]) -> bool:
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return own.keys() != held.keys() or any(own[name] is not value for name, value in held.items())
 
 
 def _reassign(module: nn.Module, held: dict[str, Any]) -> None:
@@ -201,21 +230,38 @@ def _as_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return unasked
 
 
-def _into(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """What puts back the contents of a value, where it is a tensor or a container."""
+def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
+    """What tells of and puts back the contents of a value, where it is a tensor or a container."""
     if id(value) in seen:
         return
     if isinstance(value, Tensor):
         copy = _copy(value)
         if copy is not None:
             seen.add(id(value))
-            yield functools.partial(_refill, value, copy)
+            yield functools.partial(_was_written, value, _version(value)), functools.partial(_refill, value, copy)
     elif isinstance(value, (list, deque, set, dict)):
         seen.add(id(value))
         kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
-        yield functools.partial(_replace_items, value, kind, kind(value))
+        items = kind(value) if graphs else _detached_items(value, kind)
+        yield lambda: _ids(value) != _ids(items), functools.partial(_replace_items, value, kind, items)
         for part in list(value.values() if isinstance(value, dict) else value):
-            yield from _into(part, seen)
+            if graphs or _detached(part) is part:
+                yield from _into(part, seen, graphs)
+
+
+def _detached_items(value: Any, kind: Any) -> Any:
+    if kind is dict:
+        return {key: _detached(part) for key, part in value.items()}
+    return kind(map(_detached, value))
+
+
+def _version(tensor: Tensor) -> tuple[Any, int]:
+    # Other memory has another count. A tensor of inference mode has none: whoever asks is told that it was written to.
+    return (None, -1) if tensor.is_inference() else (_torch.storage_key(tensor), _torch.version(tensor))
+
+
+def _was_written(tensor: Tensor, before: tuple[Any, int]) -> bool:
+    return before == (None, -1) or _version(tensor) != before
 
 
 def _replace_items(container: Any, kind: Any, items: Any) -> None:

@@ -18,9 +18,11 @@ from torchhook._core.scope import Scope, active
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
-def before_call(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
+def before_call(
+    module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False, prepend: bool = False
+) -> RemovableHandle:
     """Call ``hook(module, args)`` before the module runs; what it returns takes the place of the arguments."""
-    return module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    return module.register_forward_pre_hook(hook, with_kwargs=with_kwargs, prepend=prepend)
 
 
 def after_call(

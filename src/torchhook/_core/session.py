@@ -34,6 +34,14 @@ from torchhook.errors import NeverRanWarning, RecomputeWarning, SelectorError, S
 
 Threads = Literal["own", "all"]
 
+_opened: dict[int, weakref.ref[Session]] = {}
+
+
+def open_taps() -> list[Taps]:
+    """The taps of every open session, in any thread."""
+    found = [opened() for opened in list(_opened.values())] if _opened else []
+    return [session._taps for session in found if session is not None]
+
 
 class Session:
     """Edits and looks on sites of a model, for as long as it is open.
@@ -205,6 +213,8 @@ class Session:
             for keep in self._keeps:
                 attachment.defer(keep.release)
                 keep.owned_by(self.index.owned)
+            attachment.defer(functools.partial(_opened.pop, id(self), None))
+            _opened[id(self)] = weakref.ref(self)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
             hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
             attachment.defer(taps.handles.remove)

@@ -45,6 +45,16 @@ class Taps:
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return iter(self._by_module.values())
 
+    def all(self) -> Iterator[Tap]:
+        """What values pass in the forward pass: the taps of modules, and those of operations."""
+        yield from (tap for _, tap in self)
+        if isinstance(self.listener, SiteListener):
+            yield from self.listener.taps()
+
+    def edit_gradients(self) -> bool:
+        """Whether gradients of activations are changed."""
+        return any(tap.edits for tap, _ in self._gradients.values())
+
     def by_module(self) -> dict[int, Tap]:
         """A tap of each module that has one, by the module's id."""
         return {module_id: tap for (module_id, _), (_, tap) in self._by_module.items()}
