@@ -20,6 +20,7 @@ from torchhook import _torch
 from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
 from torchhook._values import tree
+from torchhook._values.elements import UNREADABLE
 from torchhook._values.tree import Inputs
 
 
@@ -174,6 +175,9 @@ class Remembered(NamedTuple):
     module: nn.Module
     has_changed: Callable[[], bool]
     put_back: Callable[[], None]
+    tensor: Tensor | None = None
+    copy: Tensor | None = None
+    """Of a tensor, whose contents are put back."""
 
 
 def remembered(modules: Iterable[nn.Module], graphs: bool = True) -> list[Remembered]:
@@ -185,8 +189,25 @@ def remembered(modules: Iterable[nn.Module], graphs: bool = True) -> list[Rememb
     return [Remembered(module, *ways) for module in modules for ways in _ways_back(module, seen, graphs)]
 
 
-_Ways = tuple[Callable[[], bool], Callable[[], None]]
-"""What tells whether something has changed, and what puts it back."""
+_Ways = tuple[Any, ...]
+"""What tells whether something has changed, what puts it back, and the tensor that it is."""
+
+
+def rewind(kept: Iterable[Remembered]) -> None:
+    """Put modules back, with copies in the place of what a forward pass may write to: a graph may hold the tensors."""
+    tensors = {}
+    modules = {}
+    for one in kept:
+        modules[id(one.module)] = one.module
+        if one.tensor is None or one.copy is None:
+            one.put_back()
+        else:
+            tensors[id(one.tensor)] = one.copy.clone()
+    for module in modules.values():
+        for held in (vars(module), *(v for v in vars(module).values() if isinstance(v, (list, dict, deque)))):
+            for key in range(len(held)) if isinstance(held, (list, deque)) else list(held):
+                if id(held[key]) in tensors:
+                    held[key] = tensors[id(held[key])]
 
 
 def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Ways]:
@@ -238,7 +259,7 @@ def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
         copy = _copy(value)
         if copy is not None:
             seen.add(id(value))
-            yield functools.partial(_was_written, value, _version(value)), functools.partial(_refill, value, copy)
+            yield functools.partial(_differs, value, copy), functools.partial(_refill, value, copy), value, copy
     elif isinstance(value, (list, deque, set, dict)):
         seen.add(id(value))
         kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
@@ -253,15 +274,6 @@ def _detached_items(value: Any, kind: Any) -> Any:
     if kind is dict:
         return {key: _detached(part) for key, part in value.items()}
     return kind(map(_detached, value))
-
-
-def _version(tensor: Tensor) -> tuple[Any, int]:
-    # Other memory has another count. A tensor of inference mode has none: whoever asks is told that it was written to.
-    return (None, -1) if tensor.is_inference() else (_torch.storage_key(tensor), _torch.version(tensor))
-
-
-def _was_written(tensor: Tensor, before: tuple[Any, int]) -> bool:
-    return before == (None, -1) or _version(tensor) != before
 
 
 def _replace_items(container: Any, kind: Any, items: Any) -> None:
@@ -279,10 +291,32 @@ def _ids(container: Any) -> list[Any]:
 @torch.no_grad()
 @_as_plain
 def _refill(tensor: Tensor, copy: Tensor) -> None:
-    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or tensor.device != copy.device:
+    if not _is_alike(tensor, copy):
         tensor.data = copy.clone()
-    elif not torch.equal(tensor, copy):
+    elif not _is_equal(tensor, copy):  # a graph may hold it, and does not go with what is written to once more
         tensor.copy_(copy)
+
+
+@torch.no_grad()
+@_as_plain
+def _differs(tensor: Tensor, copy: Tensor) -> bool:
+    return not (_is_alike(tensor, copy) and _is_equal(tensor, copy))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Also in its NaNs. Versions do not tell: batch norm writes to its statistics without raising them."""
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    try:
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    except UNREADABLE:  # numbers that torch stores and does not compare
+        return False
 
 
 @_as_plain

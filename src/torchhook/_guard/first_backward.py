@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -17,7 +17,7 @@ from torchhook import _torch
 from torchhook._core import hooks
 from torchhook._core.scope import Scope
 from torchhook._guard.events import Event, Location
-from torchhook._guard.findings import Finding
+from torchhook._guard.findings import Finding, Kind
 from torchhook._guard.flags import Bad, Flags
 from torchhook._guard.operations import Named
 from torchhook._guard.repetition import Repetition
@@ -31,11 +31,12 @@ class Arrival(NamedTuple):
     """A gradient that came in."""
 
     run: Run | None
-    """``None`` for that of a parameter, which belongs to no one run."""
+    """Of an output: others belong to no one run."""
     location: Location
     name: str
+    kind: Literal["output", "parameter", "input"]
     grad: Tensor | None
-    """Of outputs only: another reference would make autograd copy the gradient of a parameter."""
+    """Of an output: another reference would make autograd copy the gradient of a parameter."""
 
 
 class FirstBackward:
@@ -50,7 +51,7 @@ class FirstBackward:
         self._reports = reports
         self._flags: Flags[Arrival] = Flags()
         self._handles = hooks.TensorHandles()
-        self._awaited: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._awaited: dict[int, weakref.ref[Tensor]] = {}
         self._runs: list[Run] = []
         """Those that the running backward pass has come to, in its order."""
         self._last_run = -1
@@ -63,26 +64,35 @@ class FirstBackward:
         if not self._enabled:
             return
         for path, module, parameter in self._scrutiny.parameters():
-            # By identity, with a reference that shows whether it is still the same one: an id is used again.
-            ref = self._awaited.get(id(parameter))
-            if (ref is None or ref() is not parameter) and parameter.requires_grad and not is_lazy(parameter):
-                self._awaited[id(parameter)] = weakref.ref(parameter)
+            if parameter.requires_grad and not is_lazy(parameter):
                 location = Location(path, None, None, -1, (module,))
-                self._handles.on_gradient(parameter, _on_arrival(self, None, location, "gradient", -1))
+                self._await(parameter, Arrival(None, location, "gradient", "parameter", None))
 
-    def follow(self, run: Run, location: Location, outputs: Named) -> None:
-        """A run has ended: wait for the gradients of what it returned."""
+    def follow(self, run: Run, location: Location, inputs: Named, outputs: Named) -> None:
+        """A run has ended: wait for the gradients of what it was given and of what it returned."""
         self._last_run = run.number
         if not self._enabled:
             return
         for i, (name, tensor) in enumerate(outputs):
             if tensor.requires_grad:
-                self._handles.on_gradient(tensor, _on_arrival(self, run, location, name, i))
+                self._handles.on_gradient(tensor, _on_arrival(self, Arrival(run, location, name, "output", None), i))
+        for name, tensor in inputs:
+            if tensor.requires_grad:  # the model may have asked for that itself
+                self._await(tensor, Arrival(None, location, name, "input", None))
 
-    def arrived(self, run: Run | None, location: Location, name: str, position: int, grad: Tensor) -> None:
+    def _await(self, tensor: Tensor, arrival: Arrival) -> None:
+        """Wait for the gradients of what several runs may use, once for all of them."""
+        # By identity, with a reference that shows whether it is still the same one: an id is used again.
+        ref = self._awaited.get(id(tensor))
+        if ref is None or ref() is not tensor:
+            self._awaited[id(tensor)] = weakref.ref(tensor)
+            self._handles.on_gradient(tensor, _on_arrival(self, arrival, -1))
+
+    def arrived(self, arrival: Arrival, position: int, grad: Tensor) -> None:
         """A gradient has come in."""
         if self._scope.closed:
             return
+        run = arrival.run
         if self._task != graph_task():
             self._task = graph_task()
             hooks.after_backward(self._ended)
@@ -91,7 +101,8 @@ class FirstBackward:
                 self._runs.append(run)
                 run.gradients = {}
             run.gradients[position] = grad
-        self._flags.note(grad, Arrival(run, location, name, None if run is None else grad))
+            arrival = arrival._replace(grad=grad)
+        self._flags.note(grad, arrival)
 
     # -- the pass has ended -----------------------------------------------------------------------------
 
@@ -126,13 +137,15 @@ class FirstBackward:
 
     def _blame_outside(self, arrival: Arrival) -> None:
         location, grad = arrival.location, arrival.grad
-        if arrival.run is None:
+        if arrival.kind == "input":
+            return  # what else is made of the model's inputs is none of its business
+        if arrival.kind == "parameter":
             location = location._replace(run=self._last_run)
             if self._judge.is_faulty(self._last_run):
                 return
             grad = self._scrutiny.index.root.get_parameter(location.path).grad
         came = [] if grad is None else [(arrival.name, grad)]
-        kind: Any = "outside" if arrival.run is None else "loss"
+        kind: Kind = "loss" if arrival.kind == "output" else "outside"
         self._judge.judge_event(Event(location, "backward", came, came, task=graph_task(), blame=kind))
 
     def _unrepeated(self, first: Bad[Arrival], why: str) -> Finding:
@@ -151,11 +164,9 @@ class FirstBackward:
 # autograd's graph, so that a graph which holds itself is never freed (pytorch#25340).
 
 
-def _on_arrival(
-    backward: FirstBackward, run: Run | None, location: Location, name: str, position: int
-) -> Callable[[Tensor], None]:
+def _on_arrival(backward: FirstBackward, arrival: Arrival, position: int) -> Callable[[Tensor], None]:
     def arrive(grad: Tensor) -> None:
         with _torch.unheard():
-            backward.arrived(run, location, name, position, grad)
+            backward.arrived(arrival, position, grad)
 
     return arrive

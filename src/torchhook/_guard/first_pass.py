@@ -21,13 +21,13 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachable, after_call, before_call
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
-from torchhook._core.taps import Tap, listening, own_work
+from torchhook._core.taps import Tap, as_value, listening, own_work
 from torchhook._guard.events import Location
 from torchhook._guard.findings import Finding
 from torchhook._guard.first_backward import FirstBackward
 from torchhook._guard.flags import Bad, Flags
 from torchhook._guard.known import Known
-from torchhook._guard.operations import named
+from torchhook._guard.operations import Named, named
 from torchhook._guard.repetition import Repeated, Repetition
 from torchhook._guard.reports import Reports
 from torchhook._guard.runs import Memory, Run, repeating
@@ -71,6 +71,7 @@ class FirstPass(Listener):
         self._blind = False
         """Whether nothing can be read in this run: it is captured into a CUDA graph."""
         self._error: BaseException | None = None
+        self._inputs: Named = []
         self._last: tuple[weakref.ref[Tensor], int] | None = None
         self.repetition = Repetition(scrutiny, self._memory, self._repeated, self, reports.raises)
         self.backward = FirstBackward(scope, scrutiny, self.repetition, reports)
@@ -103,8 +104,8 @@ class FirstPass(Listener):
             calls = {key: leave.calls for key, leave in self._exits.items()}
             self._run = self._memory.run(self.runs, module, inputs, calls)
             self.backward.begin()
-            value = inputs.args[0] if len(inputs.args) == 1 and not inputs.kwargs else inputs
-            for i, (name, tensor) in enumerate(named(value, "input")):
+            self._inputs = named(as_value(*inputs), "input")
+            for i, (name, tensor) in enumerate(self._inputs):
                 self._flags.note(tensor, Passed(module, calls[id(module)], i, name))
 
     # -- a module returns ---------------------------------------------------------------------------
@@ -152,6 +153,7 @@ class FirstPass(Listener):
 
     def _end(self, output: Any) -> None:
         run, self._run = self._run, None
+        inputs, self._inputs = self._inputs, []
         error = sys.exc_info()[1]
         if run is None:
             return
@@ -163,7 +165,7 @@ class FirstPass(Listener):
             self._reports.during(None if error is self._error else error, lambda: self._look_into(run, bad))
         if torch.is_grad_enabled() and output is not None:
             with _quietly():
-                self.backward.follow(run, self._location(run.module, run), named(output, "output"))
+                self.backward.follow(run, self._location(run.module, run), inputs, named(output, "output"))
 
     def _look_into(self, run: Run, bad: list[Bad[Passed]]) -> None:
         if any(one.where.name for one in bad) and self._judge_inputs(run, bad):
@@ -208,6 +210,7 @@ class FirstPass(Listener):
     def _abandon(self) -> None:
         """A run that never returned: what was flagged in it is told without repeating it."""
         self._running.clear()
+        self._inputs = []
         run, self._run = self._run, None
         bad = self._flags.read() if run is not None else []
         found = [one for one in bad if not one.where.name]
@@ -235,7 +238,7 @@ class FirstPass(Listener):
 
     def close(self) -> None:
         self._running.clear()
-        self._run = None
+        self._run, self._inputs = None, []
         self._flags.forget()
         self.backward.close()
 

@@ -101,8 +101,7 @@ class Run:
 
     def rewind(self) -> None:
         """The modules and the random numbers as they were when it began."""
-        for one in self.state:
-            one.put_back()
+        calling.rewind(self.state)
         self._random()
 
     def inside(self, function: Callable[[], Any]) -> Any:
