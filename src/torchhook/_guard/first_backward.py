@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from torchhook import _torch
@@ -61,7 +62,7 @@ class FirstBackward:
 
     def begin(self) -> None:
         """A run begins: wait for the gradients of parameters, which may have been replaced since the last one."""
-        if not self._enabled:
+        if not self._enabled or not torch.is_grad_enabled():
             return
         for path, module, parameter in self._scrutiny.parameters():
             if parameter.requires_grad and not is_lazy(parameter):

@@ -7,9 +7,9 @@ together they tell masks (``-inf``) from overflows.
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -43,7 +43,10 @@ class Flags(Generic[Where]):
     def note(self, tensor: Tensor, where: Where) -> None:
         """Look at a tensor, as it is now."""
         try:
-            if type(tensor) in _PLAIN and tensor.dtype in _COMMON:
+            if type(tensor) in _PLAIN and (dtype := tensor.dtype) in _COMMON:
+                # What nearly all tensors come to, written out: this runs once for every module.
+                if tensor.is_cpu and dtype is not torch.float16 and isfinite(tensor.detach().sum().item()):
+                    return
                 self._note(tensor.detach(), where)
                 return
         except UNREADABLE:
@@ -59,7 +62,7 @@ class Flags(Generic[Where]):
         dtype = plain.dtype
         if plain.is_cpu:
             total = plain.sum(dtype=torch.float32) if dtype is torch.float16 else plain.sum()
-            if not cmath.isfinite(total.item()):
+            if not isfinite(total.item()):
                 what = _what(*(bound.item() for bound in torch.aminmax(plain)))
                 if what:  # else the sum overflowed, not its terms
                     self._noted.append((where, None, 0, what))

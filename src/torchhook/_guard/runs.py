@@ -54,6 +54,11 @@ class Given(NamedTuple):
     def is_written(self) -> bool:
         return self.version != _version(self.tensor)
 
+    @property
+    def as_given(self) -> Tensor:
+        """As it was, where that is known."""
+        return self.copy if self.copy is not None and self.is_written else self.tensor
+
     def again(self) -> Tensor:
         """The same tensor, to call the model with once more."""
         if isinstance(self.tensor, nn.Parameter):
