@@ -21,13 +21,14 @@ from torchhook._guard.masks import Allow, Masks
 from torchhook._guard.ranks import can_repeat_alone
 from torchhook._guard.reports import Action, Reports
 from torchhook._guard.thorough import Scrutiny, thorough_session
+from torchhook._guard.watcher import Watcher
 from torchhook._guard.word import Word
 from torchhook._recording.address import Site
 from torchhook.errors import NeverRanWarning, warn
 
 __all__ = ["Finding", "Guard", "guard"]
 
-_Opened = tuple[Session, Callable[[], bool]]
+_Opened = tuple[Session, FirstPass | Watcher]
 
 
 class Guard(Openable):
@@ -36,15 +37,14 @@ class Guard(Openable):
     _kind = "guard"
 
     def __init__(
-        self, found: dict[Any, Finding], build: Callable[[], _Opened], word: Word, reports: Reports
+        self, found: dict[Any, Finding], build: Callable[[], _Opened], word: Word
     ) -> None:
         self._found = found
         self._word = word
-        self._reports = reports
         weakref.finalize(self, word.close)
         self._build: Callable[[], _Opened] | None = build
         self._session: Session | None = None
-        self._saw: Callable[[], bool] | None = None
+        self._watched: FirstPass | Watcher | None = None
         self._made()
 
     @property
@@ -61,21 +61,23 @@ class Guard(Openable):
 
     def _start(self) -> None:
         assert self._build is not None
-        self._session, self._saw = self._build()
+        self._session, self._watched = self._build()
         self._word.open()
         self._session.open()
 
     def _stop(self, error: BaseException | None) -> None:
-        session, saw = self._session, self._saw
+        session, watched = self._session, self._watched
         assert session is not None
-        assert saw is not None
-        session.close()
-        self._word.close()
-        # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
-        self._session = self._build = self._saw = None
-        self._reports.raise_held(error)
+        assert watched is not None
+        try:
+            watched.settle(error)
+        finally:
+            session.close()
+            self._word.close()
+            # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
+            self._session = self._build = self._watched = None
         # After an error the model may not have come to run, and the error says why.
-        if error is None and not saw():
+        if error is None and not watched.runs:
             why = next(iter(session.recording.missing.values()), "the model has no module that runs.")
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
@@ -128,16 +130,15 @@ def guard(
     reports = Reports(action, word)
     judge = Judge(index, Masks(allow), reports)
     scrutiny = Scrutiny(index, excluded, backward, judge)
-    return Guard(judge.findings, functools.partial(_opened, scrutiny, thorough, reports), word, reports)
+    return Guard(judge.findings, functools.partial(_opened, scrutiny, thorough, reports), word)
 
 
 def _opened(scrutiny: Scrutiny, thorough: bool, reports: Reports) -> _Opened:
-    """The hooks of a guard, not yet on the model, and what tells whether they saw anything."""
+    """The hooks of a guard, not yet on the model, and whom they tell."""
     if thorough or not can_repeat_alone(scrutiny.index):
-        session, _ = thorough_session(scrutiny)
-        return session, lambda: len(session.recording.missing) < len(session.sites)
+        return thorough_session(scrutiny)
     session = Session(scrutiny.index.given, index=scrutiny.index, warn=False)
     first_pass = FirstPass(session.scope, scrutiny, reports)
     session.listen(first_pass)
     session.look(Target(Site(""), scrutiny.index.root), lambda value, call: None)  # knows why the model never ran
-    return session, lambda: first_pass.runs > 0
+    return session, first_pass

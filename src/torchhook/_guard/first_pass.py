@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,12 @@ from torchhook._guard.repetition import Repeated, Repetition
 from torchhook._guard.reports import Reports
 from torchhook._guard.runs import Memory, Run, repeating
 from torchhook._guard.thorough import Scrutiny
-from torchhook._recording.address import Site
+from torchhook._recording.address import MODEL, Site
 from torchhook._torch import graph_task
 from torchhook._torch_compiler import in_trace
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook.errors import GuardError, hint
 
 
 Where = tuple["_Exit", int, int, str]
@@ -48,6 +49,14 @@ def _suspicion(bad: Bad[Where]) -> Hashable:
     """What is the same in every run."""
     leave, _, position, name = bad.where
     return id(leave), position, name, bad.what
+
+
+class _Failed(NamedTuple):
+    """A run that ended with an error of its own after something bad was seen."""
+
+    run: Run
+    bad: list[Bad[Where]]
+    error: BaseException
 
 
 class FirstPass(Listener):
@@ -71,6 +80,8 @@ class FirstPass(Listener):
         self.blind = False
         """Whether nothing can be read in this run: it is captured into a CUDA graph."""
         self._error: BaseException | None = None
+        """What was being handled already when the model was called."""
+        self._failed: _Failed | None = None
         self._inputs: Named = []
         self._last: weakref.ref[Tensor] | None = None
         self._last_version = 0
@@ -96,6 +107,7 @@ class FirstPass(Listener):
             self._begin(module, Inputs(args, kwargs))
 
     def _begin(self, module: nn.Module, inputs: Inputs) -> None:
+        self._settle_failed()
         self._last = None
         self._error = sys.exc_info()[1]
         self.blind = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -155,8 +167,13 @@ class FirstPass(Listener):
         with _quietly():
             bad = self.flags.read()
             self._memory.learn(run)
-        if bad:
-            self._reports.during(None if error is self._error else error, lambda: self._look_into(run, bad))
+        if bad and error is not None and error is not self._error:
+            # Torch goes through its hooks now, and would be upset by new ones; nor would it let another error out.
+            self._failed = _Failed(run, bad, error)
+            path = self._judge.name(bad[0].where[0].module) or MODEL
+            hint(error, f"before this, the guard saw {bad[0].what} in what {path!r} was given or returned.")
+        elif bad:
+            self._look_into(run, bad)
         if torch.is_grad_enabled() and output is not None:
             with _quietly():
                 self.backward.follow(run, self._location(run.module, run), inputs, named(output, "output"))
@@ -197,6 +214,24 @@ class FirstPass(Listener):
     def _location(self, module: nn.Module, run: Run) -> Location:
         return Location(self._judge.name(module), None, run.calls[id(module)], run.number, (module,))
 
+    def settle(self, error: BaseException | None) -> None:
+        """Tell of runs that did not return, now that their block has ended, with an ``error`` or without."""
+        failed = self._failed
+        if failed is not None and failed.error is error:
+            self._failed = None
+            try:
+                self._look_into(failed.run, failed.bad)
+            except GuardError as found:
+                raise found from error
+        self._settle_failed()
+        if self.running and error is None:
+            self._abandon()
+
+    def _settle_failed(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self._reports.late(lambda: self._look_into(failed.run, failed.bad))
+
     # -- what ends otherwise ----------------------------------------------------------------------------
 
     def _abandon(self) -> None:
@@ -230,7 +265,7 @@ class FirstPass(Listener):
 
     def close(self) -> None:
         self.running.clear()
-        self._run, self._inputs = None, []
+        self._run, self._failed, self._inputs = None, None, []
         self.flags.forget()
         self.backward.close()
 

@@ -72,7 +72,7 @@ class Repetition:
         except CannotRepeat as reason:
             why = str(reason)
         except Exception as error:  # the model's own, on what it did not fail on before; or no memory for two runs
-            why = f"repeating the pass raised {type(error).__name__}: {str(error).splitlines()[:1]}"
+            why = f"repeating the pass raised {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         finally:
             repeating.pop()
             judge.report = before

@@ -1,4 +1,4 @@
-"""What is done about a finding: raise, warn, or only keep it; and how, where the model raises something itself."""
+"""What is done about a finding: raise, warn, or only keep it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchhook._guard.findings import Finding
 from torchhook._guard.word import Word
-from torchhook.errors import GuardError, GuardWarning, UsersLine, hint, warn
+from torchhook.errors import GuardError, GuardWarning, UsersLine, warn
 
 Action = Literal["raise", "warn", "record"]
 
@@ -19,7 +19,6 @@ class Reports:
         self.raises = action == "raise"
         self._warns = action == "warn"
         self._word = word
-        self._held: tuple[BaseException, Finding] | None = None
 
     def __call__(self, finding: Finding) -> None:
         """Tell of a finding where it was made."""
@@ -37,19 +36,9 @@ class Reports:
             elif self.raises:
                 self(finding)
 
-    def during(self, error: BaseException | None, tell: Callable[[], None]) -> None:
-        """Tell while an ``error`` of the model's own goes through its hooks: torch lets no other out of them."""
-        if error is None:
-            tell()
-            return
+    def late(self, tell: Callable[[], None]) -> None:
+        """Tell of what belongs to a call that is over: only as a warning."""
         try:
             tell()
-        except GuardError as found:
-            self._held = error, found.finding
-            hint(error, f"before this, the guard found: {found.finding!r}")
-
-    def raise_held(self, error: BaseException | None) -> None:
-        """Raise what could not be raised, once the block has ended with that error."""
-        held, self._held = self._held, None
-        if held is not None and held[0] is error:
-            raise GuardError(held[1]) from error
+        except GuardError as error:
+            warn(f"in a call that ended with an error of its own: {error}", GuardWarning)

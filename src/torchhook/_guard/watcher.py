@@ -175,6 +175,14 @@ class Watcher(Listener):
         self._last_checked = weakref.ref(outputs[-1])
         return output
 
+    @property
+    def runs(self) -> int:
+        """How often the model ran, at least."""
+        return self.modules.total()
+
+    def settle(self, error: BaseException | None) -> None:
+        """Nothing is left to be told: it was when it happened."""
+
     def close(self) -> None:
         super().close()
         self._pending.clear()
