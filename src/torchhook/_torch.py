@@ -135,24 +135,14 @@ current_node: Callable[[], Any] = _find("_C._current_autograd_node", lambda: Non
 """The step of the backward pass that runs in this thread, if one does."""
 
 _graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
-_ended: set[int] = set()
+ended_tasks: set[int] = set()
+"""Backward passes that torch counts as running while what was to be called after them runs."""
 
 
 def graph_task() -> int:
     """The backward pass that is running in this thread; -1 for none."""
-    task = _graph_task()
-    return -1 if task in _ended else task
+    return -1 if (task := _graph_task()) in ended_tasks else task
 
-
-@contextlib.contextmanager
-def after_graph_task() -> Iterator[None]:
-    """From what was called ``after_backward``: the pass that torch still counts as running has ended."""
-    task = _graph_task()
-    _ended.add(task)
-    try:
-        yield
-    finally:
-        _ended.discard(task)
 
 next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr", lambda: 0)
 """The number of the next step that autograd will note in this thread."""
@@ -178,26 +168,6 @@ def after_backward(function: Callable[[], None]) -> None:
 
 
 _no_queue = _missing("Variable._execution_engine", "to see the gradients of several tensors together")
-
-
-@contextlib.contextmanager
-def silenced(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """No hook that these tensors have now is called in this block; those that come meanwhile are.
-
-    Where torch no longer shows the hooks, they are called.
-    """
-    found = [getattr(t, name, None) for t in tensors for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-    held = [(hooks, dict(hooks)) for hooks in found if isinstance(hooks, dict) and hooks]
-    try:
-        for hooks, _ in held:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in held:
-            later = dict(hooks)
-            hooks.clear()
-            hooks.update(before)  # first, as they were: hooks are called in this order
-            hooks.update(later)
 
 
 # -- functional calls ---------------------------------------------------------------------------------
@@ -286,15 +256,8 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def compiler_is_loaded() -> bool:
-    """Whether anything can have been compiled. Importing the compiler only to ask would take seconds."""
-    return "torch._dynamo" in sys.modules
-
-
-# -- what runs: frames --------------------------------------------------------------------------------
-#
-# Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and whether a module
-# runs already. They are asked by the types of what lies there, not by the names of functions, which change.
+# -- what runs: frames. Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and
+# whether a module runs already. They are asked by the types of what lies there, not by names of functions, which change.
 
 _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = _find("_call_impl.__code__", _find("__call__.__code__", None, nn.Module), nn.Module)

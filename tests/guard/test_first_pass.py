@@ -72,7 +72,7 @@ def test_an_error_that_the_model_catches_is_its_own() -> None:
 
 def test_a_model_called_while_an_error_is_handled_is_guarded_as_ever() -> None:
     model = nn.Sequential(Apply(lambda x: x / 0))
-    with pytest.raises(GuardError) as caught:
+    with pytest.raises(GuardError) as caught:  # noqa: PT012
         with guard(model):
             try:
                 raise KeyError("before")
@@ -173,7 +173,9 @@ def test_values_of_every_kind_are_flagged(value: Tensor) -> None:
 
 
 def test_empty_and_unreadable_values_pass() -> None:
-    model = nn.Sequential(Apply(lambda x: (x[:0], torch.empty(2, device="meta"), x.long(), None)), Apply(lambda t: t[0]))
+    model = nn.Sequential(
+        Apply(lambda x: (x[:0], torch.empty(2, device="meta"), x.long(), None)), Apply(lambda t: t[0])
+    )
     with guard(model) as g:
         model(ones())
     assert g.findings == []

@@ -193,21 +193,40 @@ _Ways = tuple[Any, ...]
 """What tells whether something has changed, what puts it back, and the tensor that it is."""
 
 
-def rewind(kept: Iterable[Remembered]) -> None:
-    """Put modules back, with copies in the place of what a forward pass may write to: a graph may hold the tensors."""
-    tensors = {}
-    modules = {}
+@contextlib.contextmanager
+def rewound(kept: Iterable[Remembered], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules as they were remembered, for a run that nobody may notice, in a block of ``undisturbed``.
+
+    There are stand-ins for their tensors: copies of what the run may write to, because a graph may hold the tensors,
+    and others with the same memory for the parameters, because hooks and gradients are on these.
+    """
+    modules, copies, parameters = list(modules), dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
     for one in kept:
-        modules[id(one.module)] = one.module
         if one.tensor is None or one.copy is None:
             one.put_back()
         else:
-            tensors[id(one.tensor)] = one.copy.clone()
-    for module in modules.values():
-        for held in (vars(module), *(v for v in vars(module).values() if isinstance(v, (list, dict, deque)))):
+            copies[id(one.tensor)] = one.copy.clone()
+    for parameter in (p for module in modules for p in module._parameters.values()):
+        # A subclass may be more than its numbers, and a lazy one has none.
+        if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+            parameters[id(parameter)] = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
+    back = {id(stand_in): parameter for parameter, stand_in in parameters.values()}
+    end = AtEnd(lambda: _substitute(modules, back))
+    try:
+        _substitute(modules, copies | {key: stand_in for key, (_, stand_in) in parameters.items()})
+        yield
+    finally:
+        end()
+
+
+def _substitute(modules: Iterable[nn.Module], stand_ins: Mapping[int, Tensor]) -> None:
+    """Put other tensors, by the ids of those that are there, into modules and the lists and dicts that they hold."""
+    for own in map(vars, modules):
+        holders: list[Any] = [own, *(value for value in own.values() if isinstance(value, (list, dict, deque)))]
+        for held in holders:
             for key in range(len(held)) if isinstance(held, (list, deque)) else list(held):
-                if id(held[key]) in tensors:
-                    held[key] = tensors[id(held[key])]
+                if id(held[key]) in stand_ins:
+                    held[key] = stand_ins[id(held[key])]
 
 
 def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Ways]:
@@ -215,7 +234,9 @@ def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Way
         for buffer in module.buffers(recurse=False):
             yield from _into(buffer, seen, graphs)
         return
-    held = {name: value if graphs else _detached(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if not graphs:
+        held = {name: _detached(value) for name, value in held.items()}
     if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
         held = {"_buffers": module._buffers}  # its first run makes it another module, and that is meant to stay
     else:

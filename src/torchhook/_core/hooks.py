@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -58,6 +58,18 @@ def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
     _torch.after_backward(function)
+
+
+@contextlib.contextmanager
+def after_graph_task() -> Iterator[None]:
+    """For what is called ``after_backward``: a pass that runs in this block is none inside the one that has ended."""
+    task = _torch.graph_task()
+    end = AtEnd(lambda: _torch.ended_tasks.discard(task))
+    try:
+        _torch.ended_tasks.add(task)
+        yield
+    finally:
+        end()
 
 
 class TensorHandles:
@@ -199,7 +211,7 @@ class _EagerStance:
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        if self.said or not _torch.compiler_is_loaded():
+        if self.said or not _torch_compiler.compiler_is_loaded():
             return
         # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
         parts = [model] if self._looked_at.get(id(model)) is model else model.modules()
@@ -218,7 +230,7 @@ class _EagerStance:
         In the contexts that belong to ``scope``, or everywhere.
         """
         holder = object() if holder is None else holder
-        if _torch.compiler_is_loaded():
+        if _torch_compiler.compiler_is_loaded():
             with self._turn:
                 self._holders[holder] = scope
                 self._settle()

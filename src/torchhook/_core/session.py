@@ -37,6 +37,10 @@ Threads = Literal["own", "all"]
 _opened: dict[int, weakref.ref[Session]] = {}
 
 
+def _closed(session: int) -> None:
+    _opened.pop(session, None)
+
+
 def open_taps() -> list[Taps]:
     """The taps of every open session, in any thread."""
     found = [opened() for opened in list(_opened.values())] if _opened else []
@@ -213,7 +217,7 @@ class Session:
             for keep in self._keeps:
                 attachment.defer(keep.release)
                 keep.owned_by(self.index.owned)
-            attachment.defer(functools.partial(_opened.pop, id(self), None))
+            attachment.defer(functools.partial(_closed, id(self)))
             _opened[id(self)] = weakref.ref(self)
             attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
             hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)

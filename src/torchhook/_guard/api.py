@@ -36,9 +36,7 @@ class Guard(Openable):
 
     _kind = "guard"
 
-    def __init__(
-        self, found: dict[Any, Finding], build: Callable[[], _Opened], word: Word
-    ) -> None:
+    def __init__(self, found: dict[Any, Finding], build: Callable[[], _Opened], word: Word) -> None:
         self._found = found
         self._word = word
         weakref.finalize(self, word.close)

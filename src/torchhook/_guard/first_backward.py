@@ -1,7 +1,7 @@
 """The first step in the backward pass: the gradients of what the model returned, of its parameters and of its inputs.
 
-Whatever goes wrong between them arrives at one of them, unless it is thrown away on the way. The flags are read once the
-pass has ended, and only if one is up are the forward and the backward pass repeated.
+Whatever goes wrong between them arrives at one of them, unless it is thrown away on the way. The flags are read once
+the pass has ended, and only if one is up are the forward and the backward pass repeated.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch
 from torchhook._core.functional import Listener
-from torchhook._core.hooks import Attachable, after_call, before_call
+from torchhook._core.hooks import AtEnd, Attachable, after_call, before_call
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap, as_value, listening, own_work
@@ -38,7 +38,6 @@ from torchhook._torch_compiler import in_trace
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import GuardError, hint
-
 
 Where = tuple["_Exit", int, int, str]
 """The module, its call, which of its tensors it was, and, where the model was called with it, its name. A bare tuple:
@@ -250,15 +249,20 @@ class FirstPass(Listener):
         """Flag a repeated run apart, with the calls counted as they were."""
         running, flags, last, blind = self.running, self.flags, self._last, self.blind
         counts = {key: leave.count for key, leave in self._exits.items()}
-        self.running, self.flags, self._last, self.blind = [], Flags(), None, False
-        for key, leave in self._exits.items():
-            leave.count = run.calls[key]
-        try:
-            yield self.flags
-        finally:
+
+        def restore() -> None:
             self.running, self.flags, self._last, self.blind = running, flags, last, blind
             for key, leave in self._exits.items():
                 leave.count = counts[key]
+
+        end = AtEnd(restore)
+        try:
+            self.running, self.flags, self._last, self.blind = [], Flags(), None, False
+            for key, leave in self._exits.items():
+                leave.count = run.calls[key]
+            yield self.flags
+        finally:
+            end()
 
     def unwind(self, depth: int) -> None:
         del self.running[depth:]
@@ -268,6 +272,10 @@ class FirstPass(Listener):
         self._run, self._failed, self._inputs = None, None, []
         self.flags.forget()
         self.backward.close()
+        # What knows each other is freed by the collector only, and the model with it.
+        self._exits.clear()
+        self.repetition.close()
+        self._memory.close()
 
 
 def _differs(bad: list[Bad[Where]], repeated: Repeated) -> str:

@@ -1,8 +1,8 @@
 """Whether many tensors are finite, asked once for all of them: the numbers stay on the device until they are read.
 
-On the CPU, where nobody has to wait, a tensor is looked at at once: one sum, because a finite sum has finite terms. On a
-device its smallest and its largest number are written down by one kernel. Neither can overflow, both pass on a NaN, and
-together they tell masks (``-inf``) from overflows.
+On the CPU, where nobody has to wait, a tensor is looked at when it comes: one sum, because a finite sum has finite
+terms. On a device its smallest and its largest number are written down by one kernel. Neither can overflow, both pass
+on a NaN, and together they tell masks (``-inf``) from overflows.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from torchhook._recording.address import Site
 from torchhook._values.finite import may_be_bad
 from torchhook._values.memory import Origin, origin, reach
 
+Report = Callable[[Finding], object]
+
 
 class _Suspect(NamedTuple):
     """An Inf that has not left its module yet."""
@@ -54,7 +56,7 @@ def _key(finding: Finding) -> Any:
 class Judge:
     """Is shown what may hold a NaN or Inf, in the order in which it was made, and reports what is at fault."""
 
-    def __init__(self, index: Index, masks: Masks, report: Callable[[Finding], None]) -> None:
+    def __init__(self, index: Index, masks: Masks, report: Report) -> None:
         self.findings: dict[Any, Finding] = {}
         self._index = index
         self._masks = masks

@@ -1,7 +1,7 @@
 """Suspicions that were looked into before: masks and infinities that are allowed come again in every run.
 
-Those that led to nothing are looked into again after twice as many runs each time, so that they cost next to nothing and
-a fault that hides behind one is found in the end.
+Those that led to nothing are looked into again after twice as many runs each time, so that they cost next to nothing
+and a fault that hides behind one is found in the end.
 """
 
 from __future__ import annotations

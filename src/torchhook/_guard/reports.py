@@ -7,8 +7,9 @@ from typing import Literal
 
 from torchhook._guard.findings import Finding
 from torchhook._guard.word import Word
-from torchhook.errors import GuardError, GuardWarning, UsersLine, warn
+from torchhook.errors import GuardError, GuardWarning, warn
 
+Warn = Callable[[str, type[Warning]], None]
 Action = Literal["raise", "warn", "record"]
 
 
@@ -28,11 +29,11 @@ class Reports:
         if self._warns and finding.times == 1:
             warn(str(finding), GuardWarning)
 
-    def tell(self, found: list[tuple[Finding, UsersLine]]) -> None:
+    def tell(self, found: list[tuple[Finding, Warn]]) -> None:
         """Tell of findings that were made in a repetition: a warning points to where."""
-        for finding, line in found:
+        for finding, warn_there in found:
             if self._warns and finding.times == 1:
-                line.warn(str(finding), GuardWarning)
+                warn_there(str(finding), GuardWarning)
             elif self.raises:
                 self(finding)
 

@@ -1,7 +1,7 @@
 """What is remembered of a run of the model, so that it can be repeated as it was.
 
-Inputs, random numbers, buffers and plain attributes of modules. Copies are made in the first runs, and later of what was
-seen to change: most models write to neither their inputs nor their buffers, and a copy of what nobody writes to is
+Inputs, random numbers, buffers and plain attributes of modules. Copies are made in the first runs, and later of what
+was seen to change: most models write to neither their inputs nor their buffers, and a copy of what nobody writes to is
 wasted.
 """
 
@@ -104,10 +104,12 @@ class Run:
         again: Inputs = tree.with_tensors(self._inputs, [given.again() for given in self.given])
         return again
 
-    def rewind(self) -> None:
+    @contextlib.contextmanager
+    def rewound(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """The modules and the random numbers as they were when it began."""
-        calling.rewind(self.state)
-        self._random()
+        with calling.rewound(self.state, modules):
+            self._random()
+            yield
 
     def inside(self, function: Callable[[], Any]) -> Any:
         """Call a function as from where the run was: in its context, which another thread does not have."""
@@ -147,6 +149,10 @@ class Memory:
         self._changing: dict[int, nn.Module] = {}
         self._written: set[int] = set()
         """Inputs that were written to, by their place."""
+
+    def close(self) -> None:
+        """Forget whose it was."""
+        self._owner = None
 
     @property
     def small(self) -> set[int]:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +23,8 @@ from torchhook._guard.watcher import Watcher
 from torchhook._recording.address import Site
 
 
-class Scrutiny(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Scrutiny:
     """What is looked at, and who judges it."""
 
     index: Index
@@ -53,9 +55,7 @@ def thorough_session(scrutiny: Scrutiny, first_run: int = 0) -> tuple[Session, W
     index, judge = scrutiny.index, scrutiny.judge
     session = Session(index.given, index=index, warn=False)
     pending = Pending(index, judge)
-    gradients = BackwardWatcher(
-        pending, session.scope, session.handles, scrutiny.parameters, enabled=scrutiny.backward
-    )
+    gradients = BackwardWatcher(pending, session.scope, session.handles, scrutiny.parameters, enabled=scrutiny.backward)
     excluded = {(id(t.module), t.site.op) for t in scrutiny.excluded}
     watcher = Watcher(session.scope, judge, pending, gradients, excluded, first_run)
     session.listen(watcher)
