@@ -89,13 +89,13 @@ def test_the_judge_sees_a_session_that_changes_the_result(monkeypatch: pytest.Mo
 
 
 def test_the_judge_sees_hooks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = taps.after_call
+    right = taps.put_after
 
-    def twice(module: nn.Module, hook: Any, **more: Any) -> Any:
-        right(module, lambda *_: None)  # and nobody takes it away
-        return right(module, hook, **more)
+    def twice(undo: Any, module: nn.Module, hook: Any) -> None:
+        right([], module, lambda *_: None)  # and nobody takes it away
+        right(undo, module, hook)
 
-    monkeypatch.setattr(taps, "after_call", twice)
+    monkeypatch.setattr(taps, "put_after", twice)
     assert "residue" in kinds(judge(PROGRAM))
 
 

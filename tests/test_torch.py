@@ -16,7 +16,6 @@ from torchhook import _torch, _torch_version
 RIGHT = "right"
 NAMES = {  # the name, what needs it, and what is said where it cannot be done without
     "torch._lazy_clone": ("captured", RIGHT),
-    "torch.Tensor._is_view": ("captured", RIGHT),
     "torch.UntypedStorage._cdata": ("captured", RIGHT),
     "torch._C._are_functorch_transforms_active": ("in_vmap", RIGHT),
     "torch._C._functorch.peek_interpreter_stack": ("in_vmap", RIGHT),

@@ -59,7 +59,7 @@ def attention(
     for key, path in chosen.items():
         module = index.distinct[key]
         names += [(name, path) for name in index.names(module) if name != path]
-        put = keep.recorder(recording.open_store(Site(path)).put, recording.order)
+        put = keep.recorder(recording.opened(Site(path)).append, recording.order)
         _look(session, path, module, _looks(module, put))
     with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:
         calling.call(model, calling.arguments(inputs))

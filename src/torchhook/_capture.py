@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep, Transform
 from torchhook._core.ranks import Together
-from torchhook._core.select import Selector, resolve
+from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
@@ -46,6 +47,15 @@ def capture(
     >>> rec["0"].shape
     torch.Size([2, 4])
 
+    What is returned may be opened again and again, each time with a recording of its own; nothing is looked for then.
+
+    >>> session = capture(model, "0")
+    >>> for batch in torch.ones(2, 5, 3):
+    ...     with session as rec:
+    ...         output = model(batch)
+    >>> rec["0"].shape
+    torch.Size([5, 4])
+
     Args:
         model: The model; it computes what it would without a recording, ``edit`` aside.
         selectors: What to keep: an address (``"layer4"``, ``"fc:input"``, ``"relu#1"``, ``"block/softmax"``,
@@ -70,18 +80,26 @@ def capture(
     """
     session = Session(model, threads=threads)
     # Not "**": a glob never means the model itself.
-    targets = resolve(session.index, list(selectors) or _every_module, exclude=exclude, port=port)
-    _add_edits(session, edit or {})
+    targets = resolve(session.index, selectors or _every_module, exclude=exclude, port=port)
+    changes = _resolved(session.index, edit or {})
     if gather not in ("local", "full"):
         raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
+    together = None
     if gather == "full":
-        session.gathers = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
-        transform = _gathering(session.gathers, transform)
+        together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
+        transform = _gathering(together, transform)
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
-    session.record(targets, keeper, max_records, before_edits)
-    # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
-    if stop:
-        session.stop_when_seen(targets)
+
+    def build(session: Session) -> None:
+        for target, change in changes:
+            session.edit(target, change)
+        session.gathers = together
+        session.record(targets, keeper, max_records, before_edits)
+        # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
+        if stop:
+            session.stop_when_seen(targets)
+
+    session.prepare(build)
     return session.handed_out("what th.capture(…) returned")
 
 
@@ -115,16 +133,20 @@ def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session
     come first.
     """
     session = Session(model, threads=threads)
-    _add_edits(session, edits)
+    changes = _resolved(session.index, edits)
+
+    def build(session: Session) -> None:
+        for target, change in changes:
+            session.edit(target, change)
+
+    session.prepare(build)
     return session.handed_out("what th.edit(…) returned")
 
 
-def _add_edits(session: Session, edits: Edits) -> None:
+def _resolved(index: Index, edits: Edits) -> list[tuple[Target, Any]]:
     if not isinstance(edits, Mapping):
         raise TypeError(f"edits are a dict of selectors and edits, found {type(edits).__name__}.")
-    for selector, change in edits.items():
-        for target in resolve(session.index, selector):
-            session.edit(target, change)
+    return [(target, change) for selector, change in edits.items() for target in resolve(index, selector)]
 
 
 @dataclasses.dataclass(frozen=True)

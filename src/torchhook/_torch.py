@@ -50,8 +50,8 @@ def _missing(path: str, purpose: str) -> Callable[..., NoReturn]:
 lazy_clone: Callable[[Tensor], Tensor] = _find("_lazy_clone", torch.clone)
 """A tensor that shares memory until someone writes to it; an ordinary copy where torch cannot."""
 
-is_view: Callable[[Tensor], bool] = _find("_is_view", lambda tensor: True, Tensor)
-"""Whether a tensor is a view of another one. Where nobody knows, it may be: that only costs a closer look."""
+base_of: Callable[[Tensor], Tensor | None] = _find("_base.__get__", lambda tensor: tensor, Tensor)
+"""The tensor that this one is a view of, if it is one; itself where nobody knows: that only costs a closer look."""
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -256,8 +256,8 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
-# -- what runs: frames. Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and
-# whether a module runs already. They are asked by the types of what lies there, not by names of functions, which change.
+# -- frames. Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and
+# whether a module runs already. They are asked by the types of what lies there; names of functions change.
 
 _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = _find("_call_impl.__code__", _find("__call__.__code__", None, nn.Module), nn.Module)
@@ -282,7 +282,7 @@ def innermost_module() -> nn.Module | None:
 
 def in_fsdp() -> bool:
     """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     for frame in _frames(1):
         name = frame.f_globals.get("__name__", "")

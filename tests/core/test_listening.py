@@ -26,7 +26,7 @@ def wired(scope: Scope, handles: TensorHandles | None = None) -> tuple[GradTap, 
     """A gradient site: where gradients arrive, the tap that values pass, and what was seen."""
     tap, output, kept = GradTap("here", scope), Tap("output"), []
     OutputGradient(tap, handles or TensorHandles(), Aliases()).wire(output, Tap("input"))
-    tap.looks.append(lambda v, call: kept.append((call, v)))
+    tap.add_look(lambda v, call: kept.append((call, v)))
     return tap, output, kept
 
 
@@ -51,7 +51,7 @@ def test_the_gradient_is_the_one_before_a_write_in_place() -> None:
 
 def test_an_edit_of_a_gradient_takes_its_place() -> None:
     tap, output, kept = wired(Scope())
-    tap.edits.append(lambda grad, call: grad * 100)
+    tap.add_edit(lambda grad, call: grad * 100)
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     output.take(y)
@@ -85,7 +85,7 @@ def test_a_value_that_needs_no_gradient_is_counted() -> None:
 def test_nothing_arrives_once_the_session_is_closed() -> None:
     scope = Scope()
     tap, output, kept = wired(scope)
-    tap.edits.append(lambda grad, call: grad * 100)
+    tap.add_edit(lambda grad, call: grad * 100)
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     output.take(y)

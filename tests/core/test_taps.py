@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.oracle import in_threads
 from torchhook._core.gradients import GradTap
+from torchhook._core.hooks import Attachment
 from torchhook._core.scope import Scope
 from torchhook._core.taps import CustomTap, EnterTap, InputTap, LeaveTap, OutputTap, Tap, as_arguments, as_value
 from torchhook._values.tree import Inputs
@@ -30,8 +31,8 @@ def scope() -> Iterator[Scope]:
 def test_a_tap_counts_then_edits_in_order_then_shows_the_result_to_its_looks() -> None:
     tap = Tap("here")
     seen: list[Any] = []
-    tap.edits += [lambda v, call: [*v, f"first {call}"], lambda v, call: [*v, "second"]]
-    tap.looks += [lambda v, call: seen.append((v, call)), lambda v, call: seen.append((v, call))]
+    tap.edits = [lambda v, call: [*v, f"first {call}"], lambda v, call: [*v, "second"]]
+    tap.looks = [lambda v, call: seen.append((v, call)), lambda v, call: seen.append((v, call))]
     assert tap.take([]) == ["first 0", "second"]
     assert tap.take(["x"]) == ["x", "first 1", "second"]
     assert seen == [(["first 0", "second"], 0)] * 2 + [(["x", "first 1", "second"], 1)] * 2
@@ -45,17 +46,17 @@ def test_a_tap_without_edits_returns_the_very_value() -> None:
 
 def test_an_output_tap_that_changes_nothing_tells_pytorch_nothing(scope: Scope) -> None:
     tap = OutputTap("here", scope)
-    tap.looks.append(lambda v, call: None)
+    tap.add_look(lambda v, call: None)
     assert tap(nn.Identity(), (), "value") is None
-    tap.edits.append(lambda v, call: v)
+    tap.add_edit(lambda v, call: v)
     assert tap(nn.Identity(), (), "value") is None
-    tap.edits.append(lambda v, call: v.upper())
+    tap.add_edit(lambda v, call: v.upper())
     assert tap(nn.Identity(), (), "value") == "VALUE"
 
 
 def test_an_output_can_be_none(scope: Scope) -> None:
     tap, seen = OutputTap("here", scope), []
-    tap.looks.append(lambda v, call: seen.append(v))
+    tap.add_look(lambda v, call: seen.append(v))
     assert tap(nn.Identity(), (), None) is None
     assert seen == [None]
 
@@ -63,8 +64,8 @@ def test_an_output_can_be_none(scope: Scope) -> None:
 @pytest.mark.parametrize("kind", [OutputTap, InputTap])
 def test_a_call_from_outside_the_scope_is_only_counted(kind: Any) -> None:
     tap = kind("here", Scope())
-    tap.edits.append(lambda v, call: pytest.fail("edited"))
-    tap.looks.append(lambda v, call: pytest.fail("kept"))
+    tap.add_edit(lambda v, call: pytest.fail("edited"))
+    tap.add_look(lambda v, call: pytest.fail("kept"))
     assert tap(nn.Identity(), (1,), {}) is None
     assert (tap.ran, tap.elsewhere) == (0, 1)
 
@@ -97,7 +98,7 @@ def test_one_positional_argument_passes_as_itself_and_all_else_as_inputs(args: A
 def test_an_input_tap_gives_pytorch_the_arguments_to_go_on_with(scope: Scope) -> None:
     tap = InputTap("here", scope)
     assert tap(nn.Identity(), (1,), {}) is None
-    tap.edits.append(lambda v, call: v * 10 if isinstance(v, int) else Inputs((0,), v.kwargs))
+    tap.add_edit(lambda v, call: v * 10 if isinstance(v, int) else Inputs((0,), v.kwargs))
     assert tap(nn.Identity(), (1,), {}) == ((10,), {})
     assert tap(nn.Identity(), (1, 2), {"k": 3}) == ((0,), {"k": 3})
 
@@ -105,15 +106,16 @@ def test_an_input_tap_gives_pytorch_the_arguments_to_go_on_with(scope: Scope) ->
 def test_attached_taps_see_and_change_a_real_module(scope: Scope) -> None:
     module = nn.Identity()
     before, after, seen = InputTap("in", scope), OutputTap("out", scope), []
-    before.edits.append(lambda v, call: v + 1)
-    after.edits.append(lambda v, call: v * 2)
-    before.looks.append(lambda v, call: seen.append(("in", v)))
-    after.looks.append(lambda v, call: seen.append(("out", v)))
-    handles = [before.attach(module), after.attach(module)]
+    before.add_edit(lambda v, call: v + 1)
+    after.add_edit(lambda v, call: v * 2)
+    before.add_look(lambda v, call: seen.append(("in", v)))
+    after.add_look(lambda v, call: seen.append(("out", v)))
+    attachment = Attachment()
+    attachment.attach(before, module)
+    attachment.attach(after, module)
     assert module(3) == 8
     assert seen == [("in", 4), ("out", 8)]
-    for handle in handles:
-        handle.remove()
+    attachment.remove()
     assert module(3) == 3
     assert not any(d for key, d in vars(module).items() if "hooks" in key and d)
 
@@ -121,11 +123,12 @@ def test_attached_taps_see_and_change_a_real_module(scope: Scope) -> None:
 def test_a_custom_tap_passes_what_its_function_makes_of_the_call_and_never_changes_the_output(scope: Scope) -> None:
     module, seen = nn.Identity(), []
     tap = CustomTap("here", scope, lambda m, args, output: (m, args, output) if output else None)
-    tap.looks.append(lambda v, call: seen.append((v, call)))
-    handle = tap.attach(module)
+    tap.add_look(lambda v, call: seen.append((v, call)))
+    attachment = Attachment()
+    attachment.attach(tap, module)
     assert [module(1), module(0), module(2)] == [1, 0, 2]
     assert seen == [((module, (1,), 1), 0), ((module, (2,), 2), 1)]
-    handle.remove()
+    attachment.remove()
 
 
 def test_a_custom_tap_leaves_the_function_alone_outside_of_its_scope() -> None:
@@ -147,18 +150,16 @@ def test_enter_and_leave_surround_the_module_also_when_it_raises() -> None:
 
     module = Fails()
     module.register_forward_hook(lambda *_: order.append("user"))
-    handles = [
-        EnterTap(lambda m: order.append("enter")).attach(module),
-        LeaveTap(lambda m: order.append("leave")).attach(module),
-    ]
+    attachment = Attachment()
+    attachment.attach(EnterTap(lambda m: order.append("enter")), module)
+    attachment.attach(LeaveTap(lambda m: order.append("leave")), module)
     module(False)
     assert order == ["enter", "forward", "leave", "user"]
     order.clear()
     with pytest.raises(ValueError, match="failed"):
         module(True)
     assert order == ["enter", "forward", "leave"]
-    for handle in handles:
-        handle.remove()
+    attachment.remove()
     assert len(module._forward_hooks) == 1
     assert not module._forward_hooks_always_called
 
@@ -177,8 +178,8 @@ def test_a_copied_or_unpickled_tap_is_a_do_nothing_of_the_standard_library(scope
 
 def test_a_call_inside_a_backward_pass_is_edited_again_and_not_kept_again() -> None:
     tap, edited, kept = Tap("here"), [], []
-    tap.edits.append(lambda v, call: edited.append(call) or v)
-    tap.looks.append(lambda v, call: kept.append(call))
+    tap.add_edit(lambda v, call: edited.append(call) or v)
+    tap.add_look(lambda v, call: kept.append(call))
     x = torch.ones(2, requires_grad=True)
     for _ in range(3):
         tap.take(x)
@@ -192,7 +193,7 @@ def test_a_call_inside_a_backward_pass_is_edited_again_and_not_kept_again() -> N
 
 def test_a_first_call_inside_a_backward_pass_is_a_call_like_any_other() -> None:
     tap, kept = Tap("here"), []
-    tap.looks.append(lambda v, call: kept.append(call))
+    tap.add_look(lambda v, call: kept.append(call))
     x = torch.ones(2, requires_grad=True)
     (y := x * 2).register_hook(lambda grad: (tap.take(x), None)[1])
     y.sum().backward()
@@ -205,6 +206,7 @@ def test_what_is_being_compiled_elsewhere_does_not_meet_the_session(kind: Any) -
     # The compiler may be in the middle of a model when another thread opens a session on it.
     scope, linear, x = Scope(), nn.Linear(2, 2), torch.ones(1, 2)
     scope.runs_eagerly = True
-    handle = kind("fc", scope).attach(linear)
+    attachment = Attachment()
+    attachment.attach(kind("fc", scope), linear)
     assert torch.equal(torch.compile(linear, fullgraph=True, backend="eager")(x), linear(x))
-    handle.remove()
+    attachment.remove()

@@ -136,7 +136,7 @@ def test_files_of_arrays_are_read(tmp_path: Path, suffix: str) -> None:
 
 def test_a_recording_of_our_own_is_read_as_what_it_is(tmp_path: Path) -> None:
     made = Recording("Net")
-    made.open_store(arrays.Site("fc")).put((0, 0, (torch.ones(1), None)))
+    made.opened(arrays.Site("fc")).append((0, 0, (torch.ones(1), None)))
     found = arrays.read(made.save(tmp_path / "own.safetensors"))
     assert (found.model_name, found["fc"]) == ("Net", (torch.ones(1), None))
 

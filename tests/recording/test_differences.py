@@ -24,7 +24,7 @@ def recording(*values: tuple[str, Any], name: str = "") -> Recording:
     for address, value in values:
         site = parse(address)
         calls[site] = calls.get(site, -1) + 1
-        made.open_store(site).put((calls[site], next(made.order), value))
+        made.opened(site).append((calls[site], next(made.order), value))
     return made
 
 

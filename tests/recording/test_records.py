@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torchhook as th
 from torchhook._recording.address import Site
-from torchhook._recording.records import MemoryStore, Record, Recording, load
+from torchhook._recording.records import Record, Recording, load
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, NeverRanWarning, RecordingFileError
 
@@ -25,7 +25,7 @@ def recording(*rows: tuple[str, int, Any], name: str = "Net") -> Recording:
     made = Recording(name)
     for address, call, value in rows:
         path, _, port = address.partition(":")
-        made.open_store(Site(path, port=port or "output")).put((call, next(made.order), value))
+        made.opened(Site(path, port=port or "output")).append((call, next(made.order), value))
     return made
 
 
@@ -212,9 +212,9 @@ def test_cat_of_shapes_that_do_not_fit_says_so() -> None:
 
 def test_a_limited_store_keeps_the_newest_and_their_call_numbers() -> None:
     ring = Recording()
-    store = ring.open_store(Site("relu"), limit=2)
+    store = ring.opened(Site("relu"), limit=2)
     for call in range(5):
-        store.put((call, next(ring.order), call * 10))
+        store.append((call, next(ring.order), call * 10))
     assert len(store) == 2
     assert ring.all("relu") == [30, 40]
     assert ring["relu#3"] == 30
@@ -228,7 +228,7 @@ def test_a_limit_that_makes_no_sense_is_refused(limit: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"^max_records={limit!r}: give a positive number, or None to keep every record"
     ):
-        MemoryStore(limit)
+        Recording().opened(Site("relu"), limit)
 
 
 def test_max_records_through_the_front_door() -> None:
@@ -244,8 +244,8 @@ def test_max_records_through_the_front_door() -> None:
 
 def test_a_store_belongs_to_a_site_and_all_of_its_calls() -> None:
     made = Recording()
-    assert made.open_store(Site("a")) is made.open_store(Site("a", call=3))
-    assert made.open_store(Site("a")) is not made.open_store(Site("a", port="input"))
+    assert made.opened(Site("a")) is made.opened(Site("a", call=3))
+    assert made.opened(Site("a")) is not made.opened(Site("a", port="input"))
 
 
 def test_an_alias_reads_the_same_records(rec: Recording) -> None:
@@ -273,7 +273,7 @@ def test_clear_forgets_the_records_and_keeps_the_sites_open(rec: Recording) -> N
     rec.clear()
     assert len(rec) == 0
     assert rec.keys() == []
-    rec.open_store(Site("relu")).put((7, next(rec.order), "new"))
+    rec.opened(Site("relu")).append((7, next(rec.order), "new"))
     assert rec["relu"] == "new"
 
 
@@ -385,7 +385,7 @@ def test_a_copy_holds_what_was_kept_so_far_and_fills_by_itself(rec: Recording, t
     assert str(again) == str(rec)
     assert [(r.site, r.call, r.order) for r in again.records()] == [(r.site, r.call, r.order) for r in rec.records()]
     before = len(rec.all("conv"))
-    again.open_store(Site("conv")).put((7, next(again.order), torch.zeros(1)))
+    again.opened(Site("conv")).append((7, next(again.order), torch.zeros(1)))
     assert len(rec.all("conv")) == before
     assert again.records()[-1].call == 7
 
@@ -393,9 +393,9 @@ def test_a_copy_holds_what_was_kept_so_far_and_fills_by_itself(rec: Recording, t
 def test_the_copy_of_a_ring_buffer_is_one() -> None:
     rec = Recording()
     for call in range(5):
-        rec.open_store(Site("x"), 2).put((call, next(rec.order), call))
+        rec.opened(Site("x"), 2).append((call, next(rec.order), call))
     again = copy.deepcopy(rec)
-    again.open_store(Site("x")).put((5, next(again.order), 5))
+    again.opened(Site("x")).append((5, next(again.order), 5))
     assert (rec.all("x"), again.all("x")) == ([3, 4], [4, 5])
 
 
@@ -475,7 +475,7 @@ def test_odd_names_operations_and_ports_survive_a_file(tmp_path: Path) -> None:
     made = Recording("Modèle <1>")
     sites = [Site("a/b"), Site("a", "b"), Site("x:input"), Site("x", port="input"), Site(""), Site("#1"), Site("日本")]
     for site in sites:
-        made.open_store(site).put((0, next(made.order), str(site)))
+        made.opened(site).append((0, next(made.order), str(site)))
     again = load(made.save(tmp_path / "a"))
     assert again.sites == sites
     assert [again[site] for site in sites] == [made[site] for site in sites]
@@ -524,8 +524,8 @@ def test_a_truncated_recording_is_a_clear_error(rec: Recording, tmp_path: Path, 
 
 def test_one_tensor_in_several_places_is_concatenated_place_by_place() -> None:
     rec = Recording()
-    store, shared = rec.open_store(Site("fc")), torch.zeros(1)
-    store.put((0, next(rec.order), (shared, [shared], shared)))
-    store.put((1, next(rec.order), (torch.ones(1), [torch.full((1,), 2.0)], torch.full((1,), 3.0))))
+    store, shared = rec.opened(Site("fc")), torch.zeros(1)
+    store.append((0, next(rec.order), (shared, [shared], shared)))
+    store.append((1, next(rec.order), (torch.ones(1), [torch.full((1,), 2.0)], torch.full((1,), 3.0))))
     first, (second,), third = rec.cat("fc")
     assert [first.tolist(), second.tolist(), third.tolist()] == [[0, 1], [0, 2], [0, 3]]

@@ -137,7 +137,7 @@ def test_a_key_value_cache_is_printed_walked_and_saved_again(tmp_path: Path) -> 
     for layer in range(2):
         cache.update(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), layer)
     rec = Recording("Net")
-    rec.open_store(Site("")).put((0, 0, (torch.ones(2), cache)))
+    rec.opened(Site("")).append((0, 0, (torch.ones(2), cache)))
     loaded = th.load(rec.save(tmp_path / "a"))
     assert "DynamicCache{layers=[DynamicLayer{keys=(1, 2, 3, 4), values=(1, 2, 3, 4)" in str(loaded)
     layer = loaded[""][1].layers[1]

@@ -279,8 +279,8 @@ def test_what_a_file_cannot_hold_comes_back_as_its_name_and_the_table_says_so(
     tmp_path: Path, value: Any, kind: str
 ) -> None:
     made = Recording("Net")
-    made.open_store(Site("fc")).put((0, 0, value))
-    made.open_store(Site("deep")).put((0, 1, {"a": [torch.ones(1), value]}))
+    made.opened(Site("fc")).append((0, 0, value))
+    made.opened(Site("deep")).append((0, 1, {"a": [torch.ones(1), value]}))
     found = th.load(made.save(tmp_path / "a"))
     for leaf in (found["fc"], found["deep"]["a"][1]):
         assert type(leaf) is Opaque
@@ -303,7 +303,7 @@ def test_an_array_with_a_mask_is_not_taken_for_one_without(tmp_path: Path) -> No
 
 def test_what_could_not_be_saved_is_told_of_in_sets_too(tmp_path: Path) -> None:
     made = Recording("Net")
-    made.open_store(Site("")).put((0, 0, {Color.RED, 2}))
+    made.opened(Site("")).append((0, 0, {Color.RED, 2}))
     found = th.load(made.save(tmp_path / "a"))
     assert len(found[""]) == 2
     assert str(found).splitlines()[-1].endswith("Color in (model)")
@@ -492,7 +492,7 @@ def test_an_object_whose_fields_are_called_like_methods_is_shown_walked_and_save
     for number, name in enumerate(fields):
         setattr(value, name, torch.full((1,), float(number)))
     made = Recording("Net")
-    made.open_store(Site("fc")).put((0, 0, {"cache": [value]}))
+    made.opened(Site("fc")).append((0, 0, {"cache": [value]}))
     found = th.load(made.save(tmp_path / "a"))
     layer = found["fc"]["cache"][0]
     assert [vars(layer)[name].item() for name in fields] == list(range(len(fields)))

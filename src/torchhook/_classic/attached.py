@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
-from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler, edits
 from torchhook._core import functional, hooks, taps
@@ -23,6 +22,7 @@ from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
+from torchhook._torch_hooks import Undo, put_after, put_before
 from torchhook._values import tree
 from torchhook.errors import SessionError
 
@@ -202,7 +202,7 @@ class _StaticTap(taps.Tap):
             return True
         return False
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
+    def attach(self, undo: Undo, module: nn.Module) -> None:
         raise NotImplementedError("operations are heard by a mode, and have no hook")
 
 
@@ -226,8 +226,8 @@ class _OutputTap(_StaticTap):
         value = self.pass_on(output)
         return value if self.changes else None
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return hooks.after_call(module, self)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_after(undo, module, self)
 
 
 class _InputTap(_StaticTap):
@@ -235,8 +235,8 @@ class _InputTap(_StaticTap):
         value = self.pass_on(taps.as_value(args, kwargs))
         return taps.as_arguments(value) if self.changes else None
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return hooks.before_call(module, self, with_kwargs=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
 
 
 # -- operations -----------------------------------------------------------------------------------------
@@ -249,13 +249,13 @@ class _Enter(taps.Tap):
         super().__init__("enter")
         self.call, self.module = call, module
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         state = getattr(self.call, "state", None)
         if state is not None:
             state[2].append(self.module)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return hooks.before_call(module, self)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
 
 
 class _Leave(_Enter):
@@ -267,8 +267,8 @@ class _Leave(_Enter):
             while state[2] and state[2].pop() != self.module:
                 pass  # left by an exception that the model caught
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return hooks.after_call(module, self, prepend=True, always_call=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        hooks.after_call_always(undo, module, self)
 
 
 class _Operation(NamedTuple):

@@ -16,7 +16,7 @@ from torchhook._capture import run as run_once
 from torchhook._cli import console, inputs, models, options
 from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
-from torchhook._core.select import glob_pattern
+from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
 from torchhook._layers import layers as list_layers
 from torchhook._recording.address import parse

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,10 +57,9 @@ def op_name(function: Callable[..., Any]) -> str | None:
 class Listener:
     """Every operation of a model: which module is running, and what happens in it."""
 
-    ignored: Collection[Callable[..., Any]] = frozenset()
-    """Functions that are let through without a look."""
-
     def __init__(self, scope: Scope | None) -> None:
+        self.ignored: set[Callable[..., Any]] = set()
+        """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
@@ -138,7 +137,6 @@ class SiteListener(Listener):
         self._outputs: dict[tuple[int, str], Tap] = {}
         self._modules: dict[int, nn.Module] = {}
         self._names: set[str] = set()
-        self.ignored: set[Callable[..., Any]] = set()
         self._heard = False
 
     def tap(self, module: nn.Module, name: str, path: str, inward: bool) -> Tap:
@@ -264,7 +262,11 @@ class _Mode(TorchFunctionMode):
         else:
             return func(*args, **kwargs)
         name = op_name(func)
-        if name is None or own_work.busy or _torch.in_fsdp():
+        if name is None:
+            for listener in self.listeners:
+                listener.ignored.add(func)
+            return func(*args, **kwargs)
+        if own_work.busy or _torch.in_fsdp():
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]

@@ -84,8 +84,6 @@ class GradTap(Tap):
     addresses and placeholders, never tensors of the graph: a graph with a hook that holds the graph is never freed.
     """
 
-    __slots__ = ("_arrivals", "_session", "_without_grad")
-
     def __init__(self, label: str, session: Scope) -> None:
         super().__init__(label)
         self._without_grad: dict[int, set[str]] = {}
@@ -297,7 +295,7 @@ class InputGradient:
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
         input_tap.aliases = [*input_tap.aliases, self._entering]
-        output_tap.looks.append(self._leaving)
+        output_tap.add_look(self._leaving)
 
     def _entering(self, value: Any, call: int, source: Any, again: bool) -> Any:
         made: list[Alias] = []

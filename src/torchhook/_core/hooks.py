@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,21 +16,19 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
+from torchhook._torch_hooks import Undo, take_away
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
-def before_call(
-    module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False, prepend: bool = False
-) -> RemovableHandle:
-    """Call ``hook(module, args)`` before the module runs; what it returns takes the place of the arguments."""
-    return module.register_forward_pre_hook(hook, with_kwargs=with_kwargs, prepend=prepend)
+def before_call_first(undo: Undo, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call ``hook(module, args, kwargs)`` before the module runs, and before all other hooks."""
+    undo.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
 
 
-def after_call(
-    module: nn.Module, hook: Callable[..., Any], prepend: bool = False, always_call: bool = False
-) -> RemovableHandle:
-    """Call ``hook(module, args, output)`` after the module ran; what it returns takes the place of the output."""
-    return module.register_forward_hook(hook, prepend=prepend, always_call=always_call)
+def after_call_always(undo: Undo, module: nn.Module, hook: Callable[..., Any], first: bool = True) -> None:
+    """Call ``hook(module, args, output)`` when the module has run or raised, before all other hooks or after them."""
+    # On one line: what is set is known.
+    undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -149,18 +148,18 @@ class Turn:
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
-    def attach(self, module: nn.Module) -> RemovableHandle: ...
+    def attach(self, undo: Undo, module: nn.Module) -> None: ...
 
 
 class Attachment:
     """Hooks that go away together, whatever happens: an interrupt may come between any two lines, here too."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: Undo = []
 
     def attach(self, tap: Attachable, module: nn.Module) -> None:
         if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: a site there never runs, and says so
-            self._undo.append(tap.attach(module).remove)  # on one line: what is set is known
+            tap.attach(self._undo, module)
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
@@ -181,7 +180,7 @@ class Attachment:
         failed: BaseException | None = None
         while self._undo:
             try:
-                self._undo[-1]()
+                take_away(self._undo[-1])
             except BaseException as error:  # an interrupt, say: finish first, then let it pass
                 if failed is None:
                     failed = error
@@ -223,6 +222,12 @@ class _EagerStance:
                 "For compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
                 CompiledWarning,
             )
+
+    def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
+        """Force eager until the hooks of ``attachment`` go."""
+        if _torch_compiler.compiler_is_loaded():
+            attachment.defer(functools.partial(self.release, attachment))
+            self.hold(attachment, scope)
 
     def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
         """Force eager until the returned function is called, or ``release`` with the same ``holder``.

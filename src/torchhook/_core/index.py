@@ -6,9 +6,16 @@ What ``torch.compile``, DDP, FSDP and activation checkpointing put between a mod
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
+
+from torchhook.errors import SelectorError
+
+Step = tuple[dict[str, nn.Module | None], str, nn.Module]
+"""From a module to one of its own: where those are held, its name there, and itself."""
 
 
 class Index:
@@ -20,29 +27,68 @@ class Index:
         self.given = model
         self.root = unwrapped(model)
         """The model itself, without what wraps it."""
+        self.followed: list[Step] = []
+        """What was followed to find what was asked for."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Every module by path. Found when first asked for: a large model takes long, and an exact name needs none."""
-        return dict(walk(self.given))
+        return dict(walk(self.given, self.followed))
 
-    def find(self, path: str) -> nn.Module | None:
+    def find(self, path: str, notes: list[Step] | None = None) -> nn.Module | None:
         """The module of an exact name, as the model is now; without going through the others."""
-        module, above = self.root, set[int]()
-        for name in path.split(".") if path else ():
-            above.add(id(module))
+        module = self.root
+        if not path:
+            return module
+        above = {id(module)}
+        for name in path.split("."):
             children = module._modules
             if name not in children:  # no get: the children of TorchScript have none
                 return None
             child = children[name]
-            if child is None or id(module := unwrapped(child)) in above:  # or a module that contains itself
+            if child is None:
                 return None
+            if notes is not None:
+                notes.append((children, name, child))
+            module = child
+            if child._modules:
+                module = unwrapped(child)
+                if id(module) in above:  # a module that contains itself
+                    return None
+                above.add(id(module))
         return module
 
-    def find_tensor(self, path: str) -> tuple[nn.Module, str] | None:
+    def is_as_it_was(self) -> bool:
+        """Whether the modules that were found are still where they were."""
+        return all(name in children and children[name] is child for children, name, child in self.followed)
+
+    def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose paths a glob matches, in the order of the model. Only where it leads is looked."""
+        return self._matching(self.root, "", pattern.split("."), glob_pattern(pattern), ())
+
+    def _matching(
+        self, module: nn.Module, path: str, parts: list[str], whole: re.Pattern[str], above: tuple[nn.Module, ...]
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """What the rest of a glob, ``parts``, matches below a module."""
+        if not parts:
+            yield path, module
+        elif parts[0] == "**":
+            below = _walk(module, path, above, self.followed)
+            yield from ((found, inner) for found, inner in below if found and whole.fullmatch(found + "."))
+        else:
+            fits = glob_pattern(parts[0]).fullmatch
+            above = (*above, module)
+            for name, child in module._modules.items():
+                if child is not None and fits(name + "."):
+                    self.followed.append((module._modules, name, child))
+                    inner = unwrapped(child)
+                    if not any(inner is other for other in above):
+                        yield from self._matching(inner, f"{path}.{name}" if path else name, parts[1:], whole, above)
+
+    def find_tensor(self, path: str, notes: list[Step] | None = None) -> tuple[nn.Module, str] | None:
         """The parameter or buffer of an exact name, as its owner and its name there."""
         above, _, name = path.rpartition(".")
-        owner = self.find(above)
+        owner = self.find(above, notes)
         if owner is None or not any(name in held for held in (owner._parameters, owner._buffers)):
             return None
         return None if getattr(owner, name) is None else (owner, name)
@@ -58,12 +104,31 @@ class Index:
             if tensor is not None
         }
 
-    def owned(self) -> Iterator[Tensor]:
+    def owned(self) -> list[Tensor]:
         """What the model owns now, and outlives its forward pass: every parameter and buffer."""
+        found: list[Tensor] = []
         for module in all_modules(self.root):
-            for held in (module._parameters, module._buffers):
-                if held:
-                    yield from (tensor for tensor in held.values() if tensor is not None)
+            if module._parameters:
+                found += [tensor for tensor in module._parameters.values() if tensor is not None]
+            if module._buffers:
+                found += [tensor for tensor in module._buffers.values() if tensor is not None]
+        return found
+
+    def plain_ids(self) -> frozenset[int]:
+        """Those of them that are no ``nn.Parameter``, by id: looked for at each opening, so as quickly as can be."""
+        ids, seen, waiting = list[int](), set[int](), [self.root]
+        while waiting:
+            module = waiting.pop()
+            held: Any = module._parameters
+            for tensor in held.values():
+                if type(tensor) is Tensor:
+                    ids.append(id(tensor))
+            if module._buffers:
+                ids += [id(tensor) for tensor in module._buffers.values() if type(tensor) is Tensor]
+            if module._modules and id(module) not in seen:  # no other one can contain itself
+                seen.add(id(module))
+                waiting += [child for child in module._modules.values() if child is not None]
+        return frozenset(ids)
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
@@ -99,9 +164,13 @@ def described(value: object) -> str:
 
 def is_callable(module: nn.Module) -> bool:
     """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+    if getattr(type(module), "forward", None) is not _NO_FORWARD:  # TorchScript's cannot be asked for
         return True
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return not isinstance(module, containers) or "forward" in vars(module)
+
+
+_NO_FORWARD = nn.Module.forward
 
 
 _WRAPPED = {
@@ -120,11 +189,18 @@ def _is_wrapper(parent: nn.Module, child: str) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper wraps, which has its name; any other module itself."""
-    if not module._modules:
-        return module
-    for name in _WRAPPED:
-        if name in module._modules and _is_wrapper(module, name):
-            return unwrapped(module._modules[name])  # type: ignore[arg-type]
+    while (inner := within(module)) is not module:
+        module = inner
+    return module
+
+
+def within(module: nn.Module) -> nn.Module:
+    """What a wrapper holds, which may be another one; any other module itself."""
+    children = module._modules
+    if children:
+        for name in _WRAPPED:
+            if name in children and _is_wrapper(module, name):
+                return cast(nn.Module, children[name])
     return module
 
 
@@ -136,18 +212,21 @@ def all_modules(model: nn.Module) -> Iterator[nn.Module]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module
-            waiting.extend(child for child in module._modules.values() if child is not None)
+            if module._modules:
+                waiting += [child for child in module._modules.values() if child is not None]
 
 
-def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def walk(model: nn.Module, notes: list[Step] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module with its original path, parents first; a shared module comes under each of its names.
 
     Of a wrapper and what it wraps, which have the same path, only the wrapped module is given.
     """
-    yield from _walk(model, "", ())
+    yield from _walk(model, "", (), [] if notes is None else notes)
 
 
-def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
+def _walk(
+    module: nn.Module, path: str, above: tuple[nn.Module, ...], notes: list[Step]
+) -> Iterator[tuple[str, nn.Module]]:
     if any(module is other for other in above):  # a module that contains itself
         return
     children = module._modules
@@ -159,8 +238,40 @@ def _walk(module: nn.Module, path: str, above: tuple[nn.Module, ...]) -> Iterato
     above = (*above, module)
     for name, child in children.items():
         if child is not None:
+            notes.append((children, name, child))
             below = path if name == inner else f"{path}.{name}" if path else name
             if child._modules:
-                yield from _walk(child, below, above)
+                yield from _walk(child, below, above, notes)
             else:
                 yield below, child
+
+
+# -- globs --------------------------------------------------------------------------------------------
+
+
+def is_glob(path: str) -> bool:
+    return any(mark in path for mark in "*?[")
+
+
+@functools.lru_cache(maxsize=256)
+def glob_pattern(pattern: str) -> re.Pattern[str]:
+    """A glob as a regular expression over a path with a dot after every component.
+
+    ``**`` stands for any number of components, none included; ``*``, ``?`` and ``[…]`` stay inside one.
+    """
+    components = (r"(?:[^.]+\.)*" if c == "**" else _component(c) + r"\." for c in pattern.split("."))
+    try:
+        return re.compile("".join(components), re.DOTALL)
+    except re.error as error:
+        raise SelectorError(f"{pattern!r} is not a glob: {error}.") from error
+
+
+def _component(glob: str) -> str:
+    def piece(match: re.Match[str]) -> str:
+        text = match[0]
+        if len(text) > 1:
+            inside = re.sub(r"[\\^\[&~|]", r"\\\g<0>", text[1:-1])
+            return f"[^{inside[1:]}.]" if inside.startswith("!") else f"[{inside}]"
+        return {"*": "[^.]*", "?": "[^.]"}.get(text) or re.escape(text)
+
+    return re.sub(r"\[!?[^\]]+\]|.", piece, glob, flags=re.DOTALL)

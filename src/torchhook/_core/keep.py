@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._torch import in_transform, is_view, lazy_clone, storage_key, unwrapped
+from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
 from torchhook._values import tree
 from torchhook._values.host_copies import HostCopies
 
@@ -62,38 +62,34 @@ class Keep:
             mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
         )
         self._owned: Callable[[], Iterable[Tensor]] = tuple
+        self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
         self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
-        """A function that keeps a passing value and puts it away with its call index and its place in ``order``.
+        """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""
+        return lambda value, call: put((call, next(order), self.kept(value)))
 
-        It runs once for every captured layer, so what ``value`` does for a plain tensor is written out in it.
-        """
-        if not self._is_fast:
-            return lambda value, call: put((call, next(order), self.value(value)))
-        host = self._to_host is not None
-
-        def record(value: Any, call: int) -> None:
-            if (
-                type(value) is Tensor
-                and not is_view(value)
-                and not value.is_inference()
-                and not value.is_quantized
-                and id(value) not in (self._outliving_ids or self._ids())
-                and not in_transform()
-                and (not host or value.is_cpu)
-            ):
-                try:
-                    put((call, next(order), lazy_clone(value.data)))  # data: quicker than detach, and no view is kept
-                    return
-                except (NotImplementedError, RuntimeError):
-                    pass
-            put((call, next(order), self.value(value)))
-
-        return record
+    def kept(self, value: Any) -> Any:
+        """As ``value``, which is written out here for a plain tensor: this runs once for every captured layer."""
+        if (
+            self._is_fast
+            and type(value) is Tensor
+            and not value.is_inference()
+            and not value.is_quantized
+            and not in_transform()
+            and (self._to_host is None or value.is_cpu)
+            and id(value) not in (ids := self._outliving_ids or self._ids())
+            and ((base := base_of(value)) is None or _is_passing(base, value, ids))
+        ):
+            try:
+                # data: quicker than detach, and no view is kept.
+                return lazy_clone(value.data if value.requires_grad else value)
+            except (NotImplementedError, RuntimeError):
+                pass
+        return self.value(value)
 
     def value(self, value: Any) -> Any:
         """What is kept of one passing value."""
@@ -110,9 +106,14 @@ class Keep:
         except RecursionError:  # a list that holds itself: no tree to rebuild
             return value
 
-    def owned_by(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """Say how to find the tensors that the model owns. Their memory outlives the forward pass."""
-        self._owned, self._owned_ids = tensors, None
+    def owned_by(
+        self, tensors: Callable[[], Iterable[Tensor]], ids: Callable[[], frozenset[int]] | None = None
+    ) -> None:
+        """Say how to find the tensors that the model owns. Their memory outlives the forward pass.
+
+        ``ids`` finds those that are no parameters, which are known by their type.
+        """
+        self._owned, self._find_ids, self._owned_ids = tensors, ids, None
         self.called_with(())
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
@@ -124,8 +125,8 @@ class Keep:
         """The tensors that outlive the forward pass; those of the model are looked for when the first value passes."""
         if self._outliving_ids is None:
             if self._owned_ids is None:
-                # A Parameter is known by its type.
-                self._owned_ids = frozenset(id(tensor) for tensor in self._owned() if type(tensor) is Tensor)
+                find = self._find_ids
+                self._owned_ids = frozenset(map(id, self._owned())) if find is None else find()
             self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
         return self._outliving_ids
 
@@ -156,8 +157,12 @@ class Keep:
         """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
         if type(tensor) is not Tensor or tensor.is_quantized or in_transform():  # a Parameter outlives by its type
             return False
-        if not is_view(tensor) and not tensor.is_inference():
-            return id(tensor) not in self._ids()
+        base, ids = base_of(tensor), self._ids()
+        if id(tensor) in ids:
+            return False
+        if base is not tensor and not tensor.is_inference():
+            return base is None or _is_passing(base, tensor, ids)
+        # Nobody knows what it is a view of.
         try:
             if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
                 return False  # a small view would hold on to all of it
@@ -180,6 +185,16 @@ class Keep:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device
         return source if fresh else self._as_it_is(source)
+
+
+def _is_passing(base: Tensor, view: Tensor, outliving: frozenset[int]) -> bool:
+    """Whether the memory of a view is made in the forward pass, and not much larger than the view."""
+    if type(base) is not Tensor or base is view or id(base) in outliving:
+        return False
+    try:
+        return base.nbytes <= _ROOMY * view.nbytes  # a small view would hold on to all of it
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def _detached_clone(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import hooks
-from torchhook._core.index import Index, unwrapped
+from torchhook._core.index import Index, unwrapped, within
 from torchhook._core.sharding import Homes
 from torchhook._recording.address import Site
 from torchhook._torch_sharded import expects_gradients, shards
@@ -72,10 +72,9 @@ def early_end(index: Index) -> Callable[[], None]:
     DDP and FSDP1 make ready for the backward pass when forward returns. Without that, each rank of DDP would keep the
     gradients of its own batch without a word.
     """
-    kinds = [type(module).__name__ for module in index.wrappers if unwrapped(module) is index.modules[""]]
-    kind = next((kind for kind in kinds if kind in ("DistributedDataParallel", "FullyShardedDataParallel")), None)
 
     def check() -> None:
+        kind = _ranks_wrapper(index)
         if kind is not None and torch.is_grad_enabled():
             raise SessionError(
                 f"stop=True ends the forward pass of a {kind} before it is ready for a backward pass: the gradients "
@@ -84,6 +83,16 @@ def early_end(index: Index) -> Callable[[], None]:
             )
 
     return check
+
+
+def _ranks_wrapper(index: Index) -> str | None:
+    """The kind of what is around the model itself and puts gradients together over the ranks."""
+    module = index.given
+    while module is not index.root:  # each of them holds one module that matters, and has its name
+        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            return type(module).__name__
+        module = within(module)
+    return None
 
 
 def _reaches(node: Any, leaves: set[int]) -> bool:

@@ -18,6 +18,14 @@ from torchhook._core.taps import Tap
 from torchhook._recording.address import Site
 from torchhook.errors import suggestion
 
+NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
+
+
+def takes_hooks(target: Target, index: Index) -> bool:
+    """Whether a target is surely no part of TorchScript: it takes no hooks, called or not."""
+    is_one = torch.jit.ScriptModule
+    return target.tensor is None and not isinstance(target.module, is_one) and not isinstance(index.root, is_one)
+
 
 def cause(
     target: Target,
@@ -45,7 +53,7 @@ def cause(
     if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
         return "it is TorchScript, which takes no hooks: use the module it was made from."
     if not any(other.ran for other in taps.values()):
-        return "the model was not called while the session was open: call it (not model.forward) inside the block."
+        return NOT_CALLED
     if scope.stopped_at is not None:
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
     if site.op is not None and listener is not None:

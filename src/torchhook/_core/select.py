@@ -12,11 +12,12 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from torchhook._core.index import Index, is_callable
+from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
 from torchhook._recording.address import PORTS, Site, parse, readings
 from torchhook.errors import SelectorError, suggestion
 
@@ -45,13 +46,15 @@ def resolve(
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
     index = model if isinstance(model, Index) else Index(model)
-    excluded = [] if exclude is None else list(_choose(index, exclude, "output"))
-    left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
     chosen: dict[Any, Target] = {}
     for target in _choose(index, selectors, port):
-        identity = _identity(target)
-        if not left_out or not left_out & {(identity, None), (identity, target.site.port)}:
-            chosen.setdefault((identity, target.site.parts[1:]), target)
+        site, module, tensor = target
+        identity = id(module) if tensor is None else _identity(target)
+        chosen.setdefault((identity, site.op, site.call, site.port), target)
+    if exclude is not None:
+        excluded = _choose(index, exclude, "output")
+        left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
+        chosen = {key: t for key, t in chosen.items() if not left_out & {(key[0], None), (key[0], t.site.port)}}
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())
@@ -61,11 +64,32 @@ def _identity(target: Target) -> int:
     return id(target.module if target.tensor is None else live_tensor(target))
 
 
-def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
+def _choose(index: Index, selector: Any, port: str) -> Iterable[Target]:
+    if type(selector) is str:
+        module = index.find(selector, index.followed)
+        if module is not None and is_callable(module):  # an exact name, as most are
+            return (_new(Target, (_site(selector, port), module, None)),)
+        return _by_text(index, selector, port)
+    if isinstance(selector, (list, tuple, set, frozenset)):
+        if not selector:
+            raise SelectorError("an empty list selects nothing. Name at least one site, or '**' for every module.")
+        return chain.from_iterable([_choose(index, part, port) for part in selector])
+    return _by_object(index, selector, port)
+
+
+_new = tuple.__new__  # twice as fast as Target(…)
+
+
+@functools.lru_cache(maxsize=4096)
+def _site(path: str, port: str) -> Site:
+    return Site(path, port=port)
+
+
+def _by_object(index: Index, selector: Any, port: str) -> Iterator[Target]:
     if isinstance(selector, Site):  # before text, which it is too
         yield from _by_site(index, selector)
     elif isinstance(selector, str):
-        yield from _by_text(index, selector, port)
+        yield from _choose(index, str(selector), port)
     elif isinstance(selector, nn.Module):
         names = index.names(selector)
         if not names:
@@ -89,11 +113,6 @@ def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
                 f"no module of the model is a {selector.__name__}. {suggestion(selector.__name__, types)}"
             )
         yield from _some(index, found, Site("", port=port), selector.__name__, selector.__name__)
-    elif isinstance(selector, (list, tuple, set, frozenset)):
-        if not selector:
-            raise SelectorError("an empty list selects nothing. Name at least one site, or '**' for every module.")
-        for part in selector:
-            yield from _choose(index, part, port)
     elif callable(selector):
         name = getattr(selector, "__name__", type(selector).__name__)
         yield from _some(index, _modules(index, selector), Site("", port=port), f"predicate {name}", name)
@@ -104,45 +123,47 @@ def _choose(index: Index, selector: Any, port: str) -> Iterator[Target]:
         )
 
 
-def _modules(index: Index, accept: Callable[[str, nn.Module], Any]) -> list[str]:
-    return [path for path, module in index.modules.items() if accept(path, module)]
+Found = list[tuple[str, nn.Module]]
+"""Modules with their paths."""
 
 
-def _some(index: Index, paths: list[str], site: Site, what: str, text: str) -> Iterator[Target]:
-    """``site`` at each of the paths that a pattern found, less containers without a forward."""
-    running = [path for path in paths if is_callable(index.modules[path])]
-    if not paths:
+def _modules(index: Index, accept: Callable[[str, nn.Module], Any]) -> Found:
+    return [(path, module) for path, module in index.modules.items() if accept(path, module)]
+
+
+def _some(index: Index, found: Found, site: Site, what: str, text: str) -> Iterator[Target]:
+    """``site`` at each of the modules that a pattern found, less containers without a forward."""
+    running = [(path, module) for path, module in found if is_callable(module)]
+    if not found:
         raise SelectorError(f"{what} matches no module. {suggestion(text, index.modules)}")
     if not running:
-        raise SelectorError(f"{what} matches only containers that are never called: {', '.join(map(repr, paths[:4]))}.")
+        paths = ", ".join(repr(path) for path, _ in found[:4])
+        raise SelectorError(f"{what} matches only containers that are never called: {paths}.")
     _, op, call, port = site.parts
-    for path in running:
-        yield Target(Site(path, op, call, port), index.modules[path])
+    for path, module in running:
+        yield Target(Site(path, op, call, port), module)
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
-    module = index.find(text)
-    if module is not None and is_callable(module):
-        yield Target(Site(text, port=port), module)
-        return
     site = _parsed(index, text)
     if site.port == "output" and not text.endswith(":output"):
         site = site.but(port=port)
-    if not _is_glob(site.path) or _found(index, site) is not None:
+    if not is_glob(site.path) or _exact(index, site) is not None:
         yield from _by_site(index, site)
         return
     matches = glob_pattern(site.path).fullmatch
-    # The model itself is no component of a path: a glob never means it.
-    paths = [path for path in index.modules if path and matches(path + ".")]
+    # The model itself is no component of a path: a glob never means it. All are looked at where none is found: a name
+    # may have a dot in it.
+    found = list(index.matching(site.path)) or _modules(index, lambda path, _: path and matches(path + "."))
     # "**.weight" means parameters too; "layer1.*" means modules, unless there are none. "**" alone never means
     # parameters: whoever writes it wants what flows, and of a model without layers that is its own output.
     everything = set(site.path.split(".")) <= {"*", "**"}
-    tensors = (not paths and not everything) or not _is_glob(_last(site.path))
+    tensors = (not found and not everything) or not is_glob(_last(site.path))
     names = [name for name in index.tensors if matches(name + ".")] if tensors else []
-    if not paths and not names:
+    if not found and not names:
         raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
-    if paths:
-        yield from _some(index, paths, site, repr(text), site.path)
+    if found:
+        yield from _some(index, found, site, repr(text), site.path)
     for name in names:
         yield Target(site.but(path=name), *index.tensors[name])
 
@@ -153,19 +174,27 @@ def _parsed(index: Index, text: str) -> Site:
     for site in options:
         if index.find(site.path) is not None or index.find_tensor(site.path) is not None:
             return site
+    if is_glob(options[-1].path):
+        return options[-1]
     site = parse(text, index.modules)
     return site if site.path in index.modules else parse(text, index.tensors)
 
 
-def _found(index: Index, site: Site) -> Target | None:
-    """The module, parameter or buffer of a site."""
+def _exact(index: Index, site: Site) -> Target | None:
+    """The module, parameter or buffer of a site, found by name."""
     path = site.path
-    module = index.find(path)
+    module = index.find(path, index.followed)
     if module is not None:
         return Target(site, module)
-    tensor = index.find_tensor(path)
-    if tensor is not None:
-        return Target(site, *tensor)
+    tensor = index.find_tensor(path, index.followed)
+    return None if tensor is None else Target(site, *tensor)
+
+
+def _found(index: Index, site: Site) -> Target | None:
+    """The module, parameter or buffer of a site, whatever its name."""
+    path, target = site.path, _exact(index, site)
+    if target is not None:
+        return target
     if path in index.modules:  # a name with a dot in it
         return Target(site, index.modules[path])
     return Target(site, *index.tensors[path]) if path in index.tensors else None
@@ -217,34 +246,6 @@ def _last(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def _is_glob(path: str) -> bool:
-    return any(mark in path for mark in "*?[")
-
-
-@functools.lru_cache(maxsize=256)
-def glob_pattern(pattern: str) -> re.Pattern[str]:
-    """A glob as a regular expression over a path with a dot after every component.
-
-    ``**`` stands for any number of components, none included; ``*``, ``?`` and ``[…]`` stay inside one.
-    """
-    components = (r"(?:[^.]+\.)*" if c == "**" else _component(c) + r"\." for c in pattern.split("."))
-    try:
-        return re.compile("".join(components), re.DOTALL)
-    except re.error as error:
-        raise SelectorError(f"{pattern!r} is not a glob: {error}.") from error
-
-
-def _component(glob: str) -> str:
-    def piece(match: re.Match[str]) -> str:
-        text = match[0]
-        if len(text) > 1:
-            inside = re.sub(r"[\\^\[&~|]", r"\\\g<0>", text[1:-1])
-            return f"[^{inside[1:]}.]" if inside.startswith("!") else f"[{inside}]"
-        return {"*": "[^.]*", "?": "[^.]"}.get(text) or re.escape(text)
-
-    return re.sub(r"\[!?[^\]]+\]|.", piece, glob, flags=re.DOTALL)
-
-
 def live_tensor(target: Target) -> Tensor:
     """The parameter or buffer that a tensor target names, as the module holds it now."""
     assert target.tensor is not None
@@ -263,22 +264,22 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
     That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
     model only as long as it lives.
     """
-    model = weakref.ref(index.root)
-    known = [(weakref.ref(target.module), target.tensor, target.site.path) for target in targets]
+    model, paths = weakref.ref(index.root), [target.site.path for target in targets]
 
     def find() -> Iterator[tuple[str, str]]:
         yield from more()
         if (root := model()) is None:
             return
         walked = Index(root)
-        for module, tensor, path in known:
-            if (owner := module()) is None:
-                continue
-            if tensor is None:
-                names = walked.names(owner)
-            else:
-                held = getattr(owner, tensor, None)
+        for path in paths:
+            module, tensor = walked.find(path), walked.find_tensor(path)
+            if module is not None:
+                names = walked.names(module)
+            elif tensor is not None:
+                held = getattr(*tensor)
                 names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
+            else:
+                continue
             yield from ((name, path) for name in names if name != path)
 
     return find

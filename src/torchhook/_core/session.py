@@ -4,9 +4,7 @@ every hook away again, whatever happens. Everything that looks into a model is a
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal, NoReturn
@@ -14,7 +12,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import functional, hooks, never_ran
+from torchhook._core import functional, hooks, never_ran, passing, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
@@ -25,7 +23,7 @@ from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
-from torchhook._core.taps import CustomTap, Edit, Look, Tap
+from torchhook._core.taps import CustomTap, Look
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
@@ -34,24 +32,13 @@ from torchhook.errors import NeverRanWarning, RecomputeWarning, SelectorError, S
 
 Threads = Literal["own", "all"]
 
-_opened: dict[int, weakref.ref[Session]] = {}
-
-
-def _closed(session: int) -> None:
-    _opened.pop(session, None)
-
-
-def open_taps() -> list[Taps]:
-    """The taps of every open session, in any thread."""
-    found = [opened() for opened in list(_opened.values())] if _opened else []
-    return [session._taps for session in found if session is not None]
-
 
 class Session:
     """Edits and looks on sites of a model, for as long as it is open.
 
-    Build it with ``edit``, ``look`` and ``record``, then use it once: as a context manager, or with ``open`` and
-    ``close``. Until then it does nothing. A session that is dropped while open takes its hooks with it.
+    Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
+    Until then it does nothing. One that was built by ``prepare`` may be used again and again, with a recording of its
+    own each time; any other one once. A session that is dropped while open takes its hooks with it.
     """
 
     def __init__(
@@ -61,11 +48,16 @@ class Session:
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index = Index(model) if index is None else index
-        self.recording = Recording(type(self.index.root).__name__)
-        self.scope = Scope()
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self._recipe: Callable[[Session], None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one opening."""
+        self.recording = Recording(type(self.index.root).__name__)
+        self.scope = Scope()
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
@@ -78,10 +70,15 @@ class Session:
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
         self.handles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
-        self._removal: weakref.finalize[[], Session] | None = None
         self._attachment: Attachment | None = None
+        self._closed = False
 
     # -- building -----------------------------------------------------------------------------
+
+    def prepare(self, recipe: Callable[[Session], None]) -> None:
+        """Build the session by ``recipe``, now and each time that it is opened again."""
+        self._recipe = recipe
+        recipe(self)
 
     def edit(self, target: Target, edit: Any) -> None:
         """Change every value that passes ``target``, after the edits that are there already."""
@@ -91,11 +88,11 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._taps.of(target).edits.append(self._only_edit(site, _editor(site, edits.adapt(edit))))
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
-        self._taps.of(target).looks.append(self._only_look(target.site, look))
+        self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
@@ -103,29 +100,34 @@ class Session:
         """Keep every value that passes the targets in ``self.recording``."""
         targets = list(targets)
         units = Units(self.index) if keep.mode in ("live", "reference") else None
-        whole = {target.site for target in targets if target.site.call is None}
+        recording, taps = self.recording, self._taps
+        every_call = {t.site for t in targets} if any(t.site.call is not None for t in targets) else ()
         for target in targets:
-            if target.site.call is not None and target.site.every_call in whole:
+            site = target.site
+            if site.call is not None and site.every_call in every_call:
                 continue  # "relu" holds "relu#1" already
-            recorder = keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order)
+            rows = recording.opened(site, max_records)
+            if not units and not before_edits and taps.record(target, keep, rows, recording.order):
+                continue
+            tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
             if units:
-                recorder = _checked(units.checked(target.site), recorder)
+                recorder = passing.checked(units.checked(site), recorder)
+            recorder = passing.only_look(site, recorder, self._seen)
             if before_edits:
-                tap = self._taps.of(target)
-                tap.edits.insert(0, _looked_at_first(tap, self._only_look(target.site, recorder)))
+                tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:
-                self.look(target, recorder)
+                tap.add_look(recorder)
         self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
         self.recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.looks.insert(0, lambda value, call: keep.called_with(tree.tensors(value)))
+        self._taps.root.add_look(lambda value, call: keep.called_with(tree.tensors(value)), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
     ) -> None:
         """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
         tap = CustomTap(target.site.path, self.scope if self._own_threads_only else None, function)
-        tap.looks.append(keep.recorder(self.recording.open_store(target.site, max_records).put, self.recording.order))
+        tap.add_look(keep.recorder(self.recording.opened(target.site, max_records).append, self.recording.order))
         self._taps.custom(target, tap)
 
     def stop_when_seen(self, targets: Iterable[Target]) -> None:
@@ -140,36 +142,11 @@ class Session:
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
-            self.look(target, _stopper(self.scope, waiting, target.site, self._keeps, check))
+            self.look(target, passing.stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every functional operation inside the modules."""
         self._taps.listen(listener)
-
-    def _only_edit(self, site: Site, edit: Edit) -> Edit:
-        if site.call is None:
-            return edit
-        seen = self._seen
-
-        def edit_one(value: Any, call: int) -> Any:
-            if call != site.call:
-                return value
-            seen.add(site)
-            return edit(value, call)
-
-        return edit_one
-
-    def _only_look(self, site: Site, look: Look) -> Look:
-        if site.call is None:
-            return look
-        seen = self._seen
-
-        def look_at_one(value: Any, call: int) -> None:
-            if call == site.call:
-                seen.add(site)
-                look(value, call)
-
-        return look_at_one
 
     # -- living -------------------------------------------------------------------------------
 
@@ -204,26 +181,22 @@ class Session:
         return self
 
     def _open(self) -> Session:
-        if self._removal is not None:
-            raise SessionError("a session opens once. Make a new one: they are cheap, and may nest and overlap.")
+        if self._attachment is not None:
+            self._open_again()
         self._given_as = ""  # one that is refused was not forgotten
         hooks.refuse_compiled_code()
         hooks.eager_stance.say_once(self.index.given)
-        self._taps.complete()
-        attachment, taps = Attachment(), self._taps
-        # The finalizer must not know the session: it would keep it, and with it the hooks, alive.
-        self._removal, self._attachment = weakref.finalize(self, attachment.remove), attachment
+        taps, scope = self._taps, self.scope
+        taps.complete()
+        attachment = self._attachment = Attachment()
         try:
             for keep in self._keeps:
                 attachment.defer(keep.release)
-                keep.owned_by(self.index.owned)
-            attachment.defer(functools.partial(_closed, id(self)))
-            _opened[id(self)] = weakref.ref(self)
-            attachment.defer(functools.partial(hooks.eager_stance.release, attachment))
-            hooks.eager_stance.hold(attachment, self.scope if self._own_threads_only else None)
-            attachment.defer(taps.handles.remove)
-            attachment.defer(taps.aliases.settle)
-            attachment.defer(self.scope.leave)
+                keep.owned_by(self.index.owned, self.index.plain_ids)
+            hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
+            attachment.defer(taps.let_go)
+            wiring.opened[id(taps)] = taps
+            attachment.defer(scope.leave)
             if self.gathers is not None:
                 attachment.defer(self.gathers.close)
                 self.gathers.open()
@@ -239,11 +212,20 @@ class Session:
                     self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
             self._depths = functional.depths()
             if self._own_threads_only:
-                self.scope.enter()
+                scope.enter()
         except BaseException:
             attachment.remove()
+            self._closed = True
             raise
         return self
+
+    def _open_again(self) -> None:
+        if not self._closed:
+            raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
+        if self._recipe is None:
+            raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
+        self._begin()
+        self._recipe(self)
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
@@ -268,17 +250,23 @@ class Session:
         return stopped
 
     def __del__(self) -> None:
-        if getattr(self, "_given_as", "") and self._removal is None and not sys.is_finalizing():
+        if self._is_shutting_down():
+            return
+        # Dropped while open, or left so by an interrupt. Hooks know nothing of their session, and do not keep it.
+        if (attachment := getattr(self, "_attachment", None)) is not None and not self._closed:
+            attachment.remove()
+        elif getattr(self, "_given_as", ""):
             never_opened(self._given_as)
 
+    # On the class, because the names of a module may be gone while the interpreter shuts down.
+    _is_shutting_down = staticmethod(sys.is_finalizing)
+
     def _close(self, error: BaseException | None) -> None:
-        if self._removal is None or not self._removal.alive:
+        if self._attachment is None or self._closed:
             return
         self.scope.closed = True
-        # The finalizer stays armed until all is gone: should an interrupt come between, it does the rest.
-        if self._attachment is not None:
-            self._attachment.remove()
-        self._removal.detach()
+        self._attachment.remove()
+        self._closed = True  # last: whom an interrupt keeps from it may close again
         self.recording.finish()
         self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
@@ -306,14 +294,17 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        by_module = self._taps.by_module()
+        is_as_it_was = not self._followed and self.index.is_as_it_was()
         for site, (target, tap) in self._taps.targets.items():
-            passing = self._taps.passing(site, tap)
-            address, replaced = str(site), never_ran.replaced(target, self.index, self._followed)
+            forward = self._taps.passing(site, tap)
+            if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
+                continue  # nothing to say, as of most
+            address = str(site)
+            replaced = "" if is_as_it_was else never_ran.replaced(target, self.index, self._followed)
             if tap.elsewhere:
                 self.recording.elsewhere[address] = tap.elsewhere
-            if passing.recomputed:
-                self.recording.recomputed[address] = passing.recomputed
+            if forward.recomputed:
+                self.recording.recomputed[address] = forward.recomputed
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
@@ -326,7 +317,9 @@ class Session:
             elif error is not None:
                 why = f"the block ended early with {type(error).__name__}."
             else:
-                why = never_ran.cause(target, tap, passing, self.index, by_module, self.scope, self._taps.listener)
+                why = never_ran.cause(
+                    target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
+                )
             self.recording.missing[address] = why
 
     # -- not a recording ------------------------------------------------------------------------
@@ -340,7 +333,7 @@ class Session:
         raise SessionError(self._not_a_recording(f".{name}"))
 
     def _not_a_recording(self, asked: str) -> str:
-        if self._removal is None:
+        if self._attachment is None:
             return (
                 f"this session was never opened, so there is no recording to read rec{asked} from. Write "
                 "'with th.capture(…) as rec:' and call the model inside the block, or open() it first."
@@ -348,44 +341,3 @@ class Session:
         return (
             f"this is the session; its recording is session.recording{asked}, or rec of 'with th.capture(…) as rec:'."
         )
-
-
-# What taps call are closures over what they need and nothing else: a hook that held on to the session would keep it,
-# and with it the hooks, alive for as long as the model.
-
-
-def _checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
-    return look if check is None else lambda value, call: look(check(value), call)
-
-
-def _looked_at_first(tap: Tap, look: Look) -> Edit:
-    def pass_on(value: Any, call: int) -> Any:
-        if not tap.recomputing:
-            look(value, call)
-        return value
-
-    return pass_on
-
-
-def _editor(site: Site, edit: edits.Edit) -> Edit:
-    def change(value: Any, call: int) -> Any:
-        here = site.but(call=call)
-        new = edit(value, here)
-        if new is None or new is value:
-            return value
-        edits.check(value, new, here)
-        return new
-
-    return change
-
-
-def _stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
-    def stop(value: Any, call: int) -> None:
-        waiting.discard(site)
-        if not waiting:
-            if any(keep.mode in ("live", "reference") for keep in keeps):
-                check()
-            scope.stopped_at = str(site)
-            raise Stop(scope)
-
-    return stop

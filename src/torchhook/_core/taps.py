@@ -15,13 +15,15 @@ from itertools import count
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from torchhook._core.hooks import after_call, before_call
+from torchhook._core.hooks import after_call_always
+from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
+from torchhook._recording.records import Rows
 from torchhook._torch import graph_task
 from torchhook._torch_compiler import in_trace
+from torchhook._torch_hooks import Undo, put_after, put_before
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -63,33 +65,30 @@ is edited as it was then, and is neither counted nor looked at again. The id sta
 class Tap:
     """What passes one site: counted, edited, looked at."""
 
-    __slots__ = (
-        "_made_in",
-        "_segments",
-        "aliases",
-        "calls",
-        "edits",
-        "elsewhere",
-        "label",
-        "looks",
-        "ran",
-        "recomputed",
-        "scope",
-    )
+    # What most taps never need is the class's: a session makes many, and each time it opens.
+    edits: Sequence[Edit] = ()
+    looks: Sequence[Look] = ()
+    aliases: Sequence[Alias] = ()
+    ran = 0
+    elsewhere = 0
+    recomputed = 0
+    _segments: Segments | None = None
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
         self.scope = scope
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
-        self.edits: list[Edit] = []
-        self.looks: list[Look] = []
-        self.aliases: Sequence[Alias] = ()  # most have none, and a session makes many taps
         self.calls = count()
-        self.ran = 0
-        self.elsewhere = 0
-        self.recomputed = 0
-        self._segments: Segments | None = None
         self._made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
+
+    def add_edit(self, edit: Edit, first: bool = False) -> None:
+        self.edits = [edit, *self.edits] if first else [*self.edits, edit]
+
+    def add_look(self, look: Look, first: bool = False) -> None:
+        self.looks = [look, *self.looks] if first else [*self.looks, look]
+
+    def add_alias(self, alias: Alias) -> None:
+        self.aliases = [*self.aliases, alias]
 
     @property
     def segments(self) -> Segments:
@@ -158,21 +157,21 @@ class Tap:
         for edit in self.edits:
             value = edit(value, call)
         if not again:
-            for look in self.looks:
-                look(value, call)
+            self.look(value, call)
         for alias in self.aliases:
             value = alias(value, call, source, again)
         return value
+
+    def look(self, value: Any, call: int) -> None:
+        """Show a value to those who only look."""
+        for look in self.looks:
+            look(value, call)
 
 
 class OutputTap(Tap):
     """A forward hook."""
 
-    __slots__ = ("_only_looks",)
-
-    def __init__(self, label: str, scope: Scope | None = None) -> None:
-        super().__init__(label, scope)
-        self._only_looks = False
+    _only_looks = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         scope = self.scope
@@ -186,28 +185,62 @@ class OutputTap(Tap):
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
-            for look in self.looks:
-                look(output, call)
+            self.look(output, call)
             return None
         value = self.take(output, args)
         return None if value is output else value
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
+    def attach(self, undo: Undo, module: nn.Module) -> None:
         self._only_looks = not self.edits and not self.aliases
-        return after_call(module, self)
+        put_after(undo, module, self)
+
+
+class RecordTap(OutputTap):
+    """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
+
+    _does_more = True
+
+    def __init__(self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int]) -> None:
+        self.label = label
+        self.scope = scope
+        self.calls = count()
+        self._made_in = graph_task()
+        self.keep = keep
+        self.rows = rows
+        self.order = order
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # What an OutputTap does, on one level, where there is nothing but to keep a value in the session's own context.
+        scope = self.scope
+        if scope is None or scope.runs_eagerly or scope not in active.get() or self._does_more or listening:
+            return super().__call__(module, args, output)
+        if graph_task() != -1:
+            return super().__call__(module, args, output)
+        call = next(self.calls)
+        self.ran = call + 1
+        self.rows.append((call, next(self.order), self.keep.kept(output)))
+        return None
+
+    def look(self, value: Any, call: int) -> None:
+        self.rows.append((call, next(self.order), self.keep.kept(value)))
+        for look in self.looks:
+            look(value, call)
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        self._only_looks = not self.edits and not self.aliases
+        self._does_more = not self._only_looks or bool(self.looks)
+        put_after(undo, module, self)
 
 
 class CustomTap(OutputTap):
     """A forward hook whose passing value is what a function in PyTorch's own style makes of the call."""
-
-    __slots__ = ("function",)
 
     def __init__(self, label: str, scope: Scope | None, function: Callable[[nn.Module, Any, Any], Any]) -> None:
         super().__init__(label, scope)
         self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.is_foreign():
+        if self.is_foreign() or id(self) in repeated:
             return
         with own_work():
             value = self.function(module, args, output)
@@ -218,8 +251,6 @@ class CustomTap(OutputTap):
 class InputTap(Tap):
     """A forward pre-hook. One positional argument passes as itself, anything else as ``Inputs``."""
 
-    __slots__ = ()
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         if kwargs is None or self.is_foreign():  # without kwargs: removed by a hook that ran just before
             return None
@@ -227,36 +258,32 @@ class InputTap(Tap):
         value = self.take(passing)
         return None if value is passing else as_arguments(value)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return before_call(module, self, with_kwargs=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
 
 
 class EnterTap(Tap):
     """Says when a module begins to run."""
 
-    __slots__ = ("function",)
-
     def __init__(self, function: Callable[[nn.Module], None]) -> None:
         super().__init__("enter")
         self.function = function
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self.function(module)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return before_call(module, self)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
 
 
 class LeaveTap(EnterTap):
     """Says when a module has run, also when it raised; first of all hooks, so that the others run outside of it."""
 
-    __slots__ = ()
-
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         self.function(module)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return after_call(module, self, prepend=True, always_call=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        after_call_always(undo, module, self)
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

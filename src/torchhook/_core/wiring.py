@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from itertools import chain
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -12,13 +14,18 @@ from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
+from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, OutputTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
+from torchhook._recording.records import Rows
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
+
+opened: dict[int, Taps] = {}
+"""The taps of every open session, in any thread, by id."""
 
 
 class Taps:
@@ -35,15 +42,18 @@ class Taps:
         self._index = index
         self._scope = scope
         self._seen_from = seen_from
-        self._by_module: dict[tuple[int, type[Tap]], tuple[nn.Module, InputTap | OutputTap]] = {}
+        # The module and its tap by the module's id.
+        self._inputs: dict[int, tuple[nn.Module, InputTap]] = {}
+        self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
+        self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
-        self.root = self._module_tap(InputTap, index.root, "")
+        self.root = self._input_tap(index.root, "")
         """Sees the model being called, whatever is asked for."""
 
     # -- reading ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
-        return iter(self._by_module.values())
+        return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
 
     def all(self) -> Iterator[Tap]:
         """What values pass in the forward pass: the taps of modules, and those of operations."""
@@ -55,9 +65,15 @@ class Taps:
         """Whether gradients of activations are changed."""
         return any(tap.edits for tap, _ in self._gradients.values())
 
+    @functools.cached_property
     def by_module(self) -> dict[int, Tap]:
-        """A tap of each module that has one, by the module's id."""
-        return {module_id: tap for (module_id, _), (_, tap) in self._by_module.items()}
+        """A tap of each module that has one, by the module's id; asked for when all are made."""
+        return {id(module): tap for module, tap in self}
+
+    @property
+    def any_ran(self) -> bool:
+        """Whether the model or any part of it was called."""
+        return self.root.ran > 0 or any(tap.ran for _, tap in self) or self.listener is not None
 
     def passing(self, site: Site, tap: Tap) -> Tap:
         """The tap that the value itself passes in the forward pass: that of the site, unless it is a gradient's."""
@@ -72,24 +88,44 @@ class Taps:
 
     def of(self, target: Target) -> Tap:
         """The tap of a target."""
-        if target.site not in self.targets:
-            self.targets[target.site] = (target, self._make(target))
-        return self.targets[target.site][1]
+        site = target.site
+        known = self.targets.get(site)
+        if known is None:
+            known = self.targets[site] = (target, self._make(target))
+        return known[1]
+
+    def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int]) -> bool:
+        """Have what passes a target kept, where a tap that does nothing else will do."""
+        site, module, tensor = target
+        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
+            return False
+        if id(module) in self._outputs or site in self.targets:
+            return False
+        tap = RecordTap(site.path, self._seen_from, keep, rows, order)
+        self._outputs[id(module)] = (module, tap)
+        self.targets[site] = (target, tap)
+        return True
 
     def custom(self, target: Target, tap: CustomTap) -> None:
         """See a target by a tap of its own."""
-        self._by_module[id(target.module), CustomTap] = (target.module, tap)
+        self._customs[id(target.module)] = (target.module, tap)
         self.targets[target.site] = (target, tap)
 
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
-        self._by_module.pop((id(self._index.root), InputTap))
+        self._inputs.pop(id(self._index.root))
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
         if self._gradients:
-            root = self._module_tap(OutputTap, self._index.root, "")
-            root.aliases = [*root.aliases, self.aliases.settle_after]
+            root = self._output_tap(self._index.root, "")
+            root.add_alias(self.aliases.settle_after)
+
+    def let_go(self) -> None:
+        """Take away what is on tensors; the rest is on modules."""
+        opened.pop(id(self), None)
+        self.handles.remove()
+        self.aliases.settle()
 
     def listen(self, listener: Listener) -> None:
         """See the functional operations inside the modules."""
@@ -106,13 +142,15 @@ class Taps:
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:
             return self._tensor_tap(target)
+        if target.site.port == "output" and target.site.op is None:  # as most are
+            return self._output_tap(target.module, target.site.path)
         return self._forward_tap(target) if target.site.port in ("output", "input") else self._gradient_tap(target)
 
     def _forward_tap(self, target: Target) -> Tap:
         """The tap that a value passes in the forward pass."""
         inward = target.site.port in _INWARD
         if target.site.op is None:
-            return self._module_tap(InputTap if inward else OutputTap, target.module, target.site.path)
+            return (self._input_tap if inward else self._output_tap)(target.module, target.site.path)
         return self._operation_tap(target, inward)
 
     def _gradient_tap(self, target: Target) -> Tap:
@@ -137,9 +175,7 @@ class Taps:
         site = target.site
         if site.port == "output":
             tap = Tap(site.path)
-            self._module_tap(InputTap, target.module, site.path).looks.append(
-                lambda value, call: _pass_tensor(tap, target)
-            )
+            self._input_tap(target.module, site.path).add_look(lambda value, call: _pass_tensor(tap, target))
             return tap
         if site.port != "grad":
             raise SelectorError(f"{site.shown!r}: {site.path!r} is a parameter or buffer, without inputs.")
@@ -152,10 +188,16 @@ class Taps:
             self.parameters.append((target, grad_tap))
         return grad_tap
 
-    def _module_tap(self, kind: type[InputTap] | type[OutputTap], module: nn.Module, path: str) -> InputTap | OutputTap:
-        known = self._by_module.get((id(module), kind))
+    def _input_tap(self, module: nn.Module, path: str) -> InputTap:
+        known = self._inputs.get(id(module))
         if known is None:
-            known = self._by_module[id(module), kind] = (module, kind(path, self._seen_from))
+            known = self._inputs[id(module)] = (module, InputTap(path, self._seen_from))
+        return known[1]
+
+    def _output_tap(self, module: nn.Module, path: str) -> OutputTap:
+        known = self._outputs.get(id(module))
+        if known is None:
+            known = self._outputs[id(module)] = (module, OutputTap(path, self._seen_from))
         return known[1]
 
 

@@ -92,6 +92,6 @@ def with_calls(recording: Recording) -> Recording:
     made.missing = recording.missing
     for record in recording.records():
         site = record.site.but(path=_COPY.sub("", record.site.path))
-        made.open_store(site).put((calls[site], next(made.order), record.value))
+        made.opened(site).append((calls[site], next(made.order), record.value))
         calls[site] += 1
     return made

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch
 from torchhook._core.functional import Listener
-from torchhook._core.hooks import AtEnd, Attachable, after_call, before_call
+from torchhook._core.hooks import AtEnd, Attachable, after_call_always, before_call_first
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap, as_value, listening, own_work
@@ -35,6 +34,7 @@ from torchhook._guard.thorough import Scrutiny
 from torchhook._recording.address import MODEL, Site
 from torchhook._torch import graph_task
 from torchhook._torch_compiler import in_trace
+from torchhook._torch_hooks import Undo
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import GuardError, hint
@@ -303,8 +303,6 @@ def _is_elsewhere(scope: Any) -> bool:
 class _Entrance(Tap):
     """Before every module, first of all hooks: what it was called with, before anyone has changed it."""
 
-    __slots__ = ("_pass",)
-
     def __init__(self, first_pass: FirstPass, scope: Scope) -> None:
         super().__init__("guard", scope)
         self._pass = first_pass
@@ -321,14 +319,12 @@ class _Entrance(Tap):
         else:
             first.called(module, args, kwargs)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return before_call(module, self, with_kwargs=True, prepend=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        before_call_first(undo, module, self)
 
 
 class _Exit(Tap):
     """After a module, also when it raised."""
-
-    __slots__ = ("_pass", "count", "module", "spared")
 
     def __init__(self, first_pass: FirstPass, scope: Scope, module: nn.Module, spared: bool) -> None:
         super().__init__("guard", scope)
@@ -357,5 +353,5 @@ class _Exit(Tap):
         if not running and not repeating:
             first.end(output)
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        return after_call(module, self, always_call=True)
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        after_call_always(undo, module, self, first=False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchhook import _torch_sharded
 from torchhook._core import calling, taps
 from torchhook._core.hooks import AtEnd, after_graph_task
-from torchhook._core.session import open_taps
+from torchhook._core.wiring import opened
 from torchhook._guard.findings import Finding
 from torchhook._guard.flags import Bad, Flags
 from torchhook._guard.judge import Judge, Report
@@ -120,7 +120,7 @@ class Repetition:
 
     def _unrecorded(self, run: Run, backward: bool) -> None:
         """From here on, other sessions edit what passes as they did the first time, and look at nothing."""
-        others = [some for some in open_taps() if some.listener is not self._owner]
+        others = [some for some in list(opened.values()) if some.listener is not self._owner]
         if backward and any(some.edit_gradients() for some in others):
             raise CannotRepeat("another session changes gradients on their way")
         seen = [tap for some in others for tap in some.all()]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchhook import _torch
 from torchhook._core import calling
 from torchhook._core.calling import Remembered
-from torchhook._core.session import open_taps
+from torchhook._core.wiring import opened
 from torchhook._values import tree
 from torchhook._values.elements import UNREADABLE
 from torchhook._values.objects import LEAF_TYPES
@@ -174,7 +174,7 @@ class Memory:
         run.state = calling.remembered(self._small if learns else self._changing.values(), graphs=False)
         run.large = [(tensor, _version(tensor)) for tensor in self._large]
         run.parameters_written = self.parameters_written() if torch.is_grad_enabled() else 0
-        for taps in open_taps():
+        for taps in list(opened.values()):
             if taps.listener is not self._owner:
                 run.seen_by.update({id(tap): tap.ran for tap in taps.all()})
         return run

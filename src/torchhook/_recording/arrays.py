@@ -40,7 +40,7 @@ def recording(arrays: Mapping[str, Any], name: str = "", known: Collection[str] 
         if not isinstance(key, str):
             raise TypeError(f"arrays are named by addresses, found the key {key!r} ({type(key).__name__}).")
         site = _site(key, known)
-        made.open_store(site).put((site.call or 0, next(made.order), _values(key, value)))
+        made.opened(site).append((site.call or 0, next(made.order), _values(key, value)))
     return made
 
 

@@ -62,32 +62,13 @@ Row = tuple[int, int, Any]
 """Call index, place in the order of the session, value."""
 
 
-class MemoryStore:
-    """The records of one site, in memory; with ``limit``, a ring buffer of the newest."""
-
-    __slots__ = ("put", "rows")
-
-    def __init__(self, limit: int | None = None) -> None:
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
-        self.rows: deque[Row] = deque(maxlen=limit)
-        self.put: Callable[[Row], None] = self.rows.append  # called inside the forward pass: no detour
-
-    def __reduce__(self) -> Any:  # a copy of the bound method would fill this store, not the copy
-        return _refilled, (list(self.rows), self.rows.maxlen)
-
-    def __iter__(self) -> Iterator[Row]:
-        # A copy: other threads may append meanwhile. Sorted: gradients come in from the last call to the first.
-        return iter(sorted(self.rows.copy(), key=lambda row: row[:2]))
-
-    def __len__(self) -> int:
-        return len(self.rows)
+Rows = list[Row] | deque[Row]
+"""The records of one site; with a limit, a ring buffer of the newest."""
 
 
-def _refilled(rows: list[Row], limit: int | None) -> MemoryStore:
-    store = MemoryStore(limit)
-    store.rows.extend(rows)
-    return store
+def _in_order(rows: Rows) -> list[Row]:
+    # A copy: other threads may append meanwhile. Sorted: gradients come in from the last call to the first.
+    return sorted(rows.copy(), key=lambda row: row[:2])
 
 
 class Recording:
@@ -108,7 +89,7 @@ class Recording:
         self.replaced: dict[str, str] = {}
         """Sites whose module or parameter was replaced while the session was open: what came later was not seen."""
         self.order = count()
-        self._stores: dict[Site, MemoryStore] = {}
+        self._rows: dict[Site, Rows] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
         self.other_names: Callable[[], Iterable[tuple[str, str]]] = tuple
@@ -124,16 +105,20 @@ class Recording:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.order = count(1 + max((row[1] for store in self._stores.values() for row in store.rows), default=-1))
+        self.order = count(1 + max((row[1] for rows in self._rows.values() for row in rows), default=-1))
 
     # -- filling ------------------------------------------------------------------------------
 
-    def open_store(self, site: Site, limit: int | None = None) -> MemoryStore:
-        """The store of a site, made on the first request."""
-        site = site.every_call
-        if site not in self._stores:
-            self._stores[site] = MemoryStore(limit)
-        return self._stores[site]
+    def opened(self, site: Site, limit: int | None = None) -> Rows:
+        """The rows of a site, to be appended to; made on the first request."""
+        if site.call is not None:
+            site = site.every_call
+        rows = self._rows.get(site)
+        if rows is None:
+            if limit is not None and (not isinstance(limit, int) or limit < 1):
+                raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
+            rows = self._rows[site] = [] if limit is None else deque(maxlen=limit)
+        return rows
 
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""
@@ -157,8 +142,8 @@ class Recording:
 
     def clear(self) -> None:
         """Forget every record; the sites stay open."""
-        for store in self._stores.values():
-            store.rows.clear()
+        for rows in self._rows.values():
+            rows.clear()
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -208,13 +193,13 @@ class Recording:
             site, call = self._find(key)
             return [Record(site, *row) for row in self._calls(site, call)]
         self.wait()
-        every = [Record(site, *row) for site, store in self._stores.items() for row in store]
+        every = [Record(site, *row) for site, rows in self._rows.items() for row in _in_order(rows)]
         return sorted(every, key=lambda record: record.order)
 
     @property
     def sites(self) -> list[Site]:
         """The sites that have records, in the order in which they first ran."""
-        first = {site: next(iter(store))[1] for site, store in self._stores.items() if len(store)}
+        first = {site: _in_order(rows)[0][1] for site, rows in self._rows.items() if rows}
         return sorted(first, key=first.__getitem__)
 
     def keys(self) -> list[str]:
@@ -224,7 +209,7 @@ class Recording:
     def items(self) -> Iterator[tuple[str, Any]]:
         """Address and value of every record; a site that ran more than once comes call by call (``relu#0``)."""
         for site in self.sites:
-            rows = self._rows(site)
+            rows = self._read(site)
             for call, _, value in rows:
                 yield str(site if len(rows) == 1 else site.but(call=call)), value
 
@@ -236,7 +221,7 @@ class Recording:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return sum(1 for store in self._stores.values() if len(store))
+        return sum(1 for rows in self._rows.values() if rows)
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -262,20 +247,20 @@ class Recording:
             raise TypeError(f"a recording is read by address, found {type(address).__name__}.")
         sites = [self._recorded(option.every_call) for option in options]
         # A name may look like an address ("a:input"): the first reading that was recorded is meant.
-        chosen = next((i for i, site in enumerate(sites) if site in self._stores), len(sites) - 1)
+        chosen = next((i for i, site in enumerate(sites) if site in self._rows), len(sites) - 1)
         return sites[chosen], options[chosen].call if call is None else call
 
     def _recorded(self, site: Site) -> Site:
         """The site under the name that it was recorded by. Its ports may have been asked for by different names."""
-        if site in self._stores:
+        if site in self._rows:
             return site
         self._find_other_names()
         here = (site.but(path=path) for name, path in self._aliases if name == site.path)
-        return next((known for known in here if known in self._stores), site)
+        return next((known for known in here if known in self._rows), site)
 
     def _calls(self, site: Site, call: int | None) -> list[Row]:
         """The rows of one call, or of all of them."""
-        rows = self._rows(site, call)
+        rows = self._read(site, call)
         if call is None:
             return rows
         calls = [row[0] for row in rows]
@@ -286,18 +271,18 @@ class Recording:
             )
         return [row for row in rows if row[0] == wanted]
 
-    def _rows(self, site: Site, call: int | None = None) -> list[Row]:
+    def _read(self, site: Site, call: int | None = None) -> list[Row]:
         self.wait()
-        if rows := list(self._stores.get(site, ())):
+        if rows := _in_order(self._rows.get(site, [])):
             return rows
         address = str(site if call is None else site.but(call=call))
         if address not in self.missing:
             address = str(site)
         if address in self.missing:
             raise NeverRanError(f"{address!r} was selected and never ran: {self.missing[address]}")
-        if site in self._stores:
+        if site in self._rows:
             raise NeverRanError(f"{address!r} has not run yet: call the model inside the session, then read.")
-        known = [str(s) for s in self._stores]
+        known = [str(s) for s in self._rows]
         raise MissingRecordError(f"nothing was recorded at {address!r}. {suggestion(address, known)}".rstrip())
 
     # -- showing ------------------------------------------------------------------------------
@@ -395,5 +380,5 @@ def load(path: str | Path) -> Recording:
         recording.recomputed = dict(about["recomputed"])
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
-            recording.open_store(Site(place, op, None, port)).put((call, next(recording.order), value))
+            recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
     return recording

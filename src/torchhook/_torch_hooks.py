@@ -1,0 +1,82 @@
+"""Hooks of modules, put where PyTorch puts them: a capture puts on and takes off one for each site, each time.
+
+``register_forward_hook`` makes a handle with weak references, which costs more than the hook. It belongs to ``_torch``,
+and stands beside it because files stay short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Hook = Callable[..., Any]
+Undo = list[Callable[[], object] | tuple[dict[int, Any], int]]
+"""What takes away what was put on, in the order of putting it on; of a hook, where it is and its key there."""
+
+# A class that registers in a way of its own is asked to.
+_AFTER, _BEFORE = nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook
+
+
+def _works() -> bool:
+    """Whether hooks are still kept as they are here, found out by putting some on."""
+    module, called, undo = nn.Identity(), list[Any](), Undo()
+    try:
+        _put(undo, module._forward_hooks, lambda *call: called.append(call[1:]))
+        _put(
+            undo,
+            module._forward_pre_hooks,
+            lambda *call: called.append(call[1:]),
+            module._forward_pre_hooks_with_kwargs,
+        )
+        module(1)
+        for last in undo:
+            take_away(last)
+        module(2)
+    except Exception:  # whatever a later torch makes of it
+        return False
+    return called == [((1,), {}), ((1,), 1)]
+
+
+def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> None:
+    key = RemovableHandle.next_id
+    RemovableHandle.next_id = key + 1
+    # Known before it is there: an interrupt may come between any two lines.
+    if marks is not None:
+        undo.append((marks, key))
+        marks[key] = True
+    undo.append((hooks, key))
+    hooks[key] = hook
+
+
+def take_away(last: Callable[[], object] | tuple[dict[int, Any], int]) -> None:
+    """Undo one thing. Twice does no harm."""
+    if type(last) is tuple:
+        last[0].pop(last[1], None)
+    else:
+        last()  # type: ignore[operator]
+
+
+def put_after(undo: Undo, module: nn.Module, hook: Hook) -> None:
+    """Call ``hook(module, args, output)`` after the module ran."""
+    if is_direct and type(module).register_forward_hook is _AFTER:
+        # As in _put, without the call.
+        key = RemovableHandle.next_id
+        RemovableHandle.next_id = key + 1
+        undo.append((hooks := module._forward_hooks, key))
+        hooks[key] = hook
+    else:
+        undo.append(module.register_forward_hook(hook).remove)  # on one line: what is set is known
+
+
+def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
+    """Call ``hook(module, args, kwargs)`` before the module runs."""
+    if is_direct and type(module).register_forward_pre_hook is _BEFORE:
+        _put(undo, module._forward_pre_hooks, hook, module._forward_pre_hooks_with_kwargs)
+    else:
+        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+is_direct = _works()

@@ -1,0 +1,186 @@
+"""A prepared session opens again and again, each time as if it were new, without looking for anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchhook as th
+from tests.oracle import hooks_on
+from torchhook import edits
+from torchhook._core.index import Index
+from torchhook._core.session import Session
+from torchhook.errors import NeverRanWarning, SessionError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(self.act(x.clone()))))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches(count: int = 3) -> list[Tensor]:
+    return [torch.randn(2, 3, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+
+
+def by_hand(net: Net, x: Tensor, name: str) -> list[Tensor]:
+    seen: list[Tensor] = []
+    handle = net.get_submodule(name).register_forward_hook(lambda m, args, out: seen.append(out.detach().clone()))
+    net(x)
+    handle.remove()
+    return seen
+
+
+def test_each_opening_has_a_recording_of_its_own(net: Net) -> None:
+    session = th.capture(net, "a", "act#1", "b:input")
+    recordings = []
+    for x in batches():
+        with session as rec:
+            net(x)
+        assert rec is session.recording
+        recordings.append(rec)
+    for x, rec in zip(batches(), recordings, strict=True):
+        assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
+        assert torch.equal(rec["act#1"], by_hand(net, x, "act")[1])
+        assert torch.equal(rec["b:input"], rec["act#1"])
+        assert [record.call for record in rec.records("a")] == [0]
+    assert hooks_on(net) == []
+
+
+def test_nothing_is_looked_for_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = th.capture(net, "a", "*", edit={"act": edits.scale(2)})
+    x = batches()[0]
+    for name in ("find", "find_tensor", "matching"):
+        monkeypatch.setattr(Index, name, lambda *args, name=name: pytest.fail(name))
+    monkeypatch.setattr(Index, "modules", property(lambda self: pytest.fail("modules")))
+    for _ in range(2):
+        with session as rec:
+            net(x)
+        assert rec.keys() == ["act", "a", "b"]
+
+
+def test_gradients_belong_to_the_opening_whose_forward_pass_they_come_from(net: Net) -> None:
+    session = th.capture(net, "a:grad", "a.weight:grad")
+    for x in batches():
+        net.zero_grad()
+        with session as rec:
+            net(x).sum().backward()
+        assert torch.equal(rec["a.weight:grad"], net.a.weight.grad)
+        assert rec["a:grad"].shape == (2, 3)
+    with pytest.warns(NeverRanWarning, match="no gradient reached it"), session as late:
+        loss = net(batches()[0]).sum()
+    with pytest.warns(NeverRanWarning, match="did not run"), session as later:
+        loss.backward()  # the graph of the opening before
+    assert "a:grad" not in late
+    assert "a:grad" not in later
+
+
+def test_edits_are_made_anew_and_end_with_each_opening(net: Net) -> None:
+    x = batches()[0]
+    plain = net(x)
+    session = th.edit(net, {"act#1": edits.zero(), "b": edits.add(torch.ones(2))})
+    for _ in range(3):
+        with session:
+            assert torch.allclose(net(x), net.b.bias + 1)
+        assert torch.equal(net(x), plain)
+
+
+def test_a_stopped_pass_stops_again(net: Net) -> None:
+    session = th.capture(net, "a", stop=True)
+    for x in batches():
+        with session as rec:
+            net(x)
+            pytest.fail("it should have stopped")
+        assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
+
+
+def test_a_ring_buffer_is_as_large_each_time(net: Net) -> None:
+    session = th.capture(net, "a", max_records=2)
+    for _ in range(2):
+        with session as rec:
+            for x in batches():
+                net(x)
+        assert [record.call for record in rec.records("a")] == [1, 2]
+
+
+def test_what_never_ran_is_said_of_the_opening_in_which_it_did_not(net: Net) -> None:
+    session = th.capture(net, "a")
+    with session:
+        net(batches()[0])
+    with pytest.warns(NeverRanWarning, match="was not called"), session as rec:
+        pass
+    assert list(rec.missing) == ["a"]
+    with session as rec:
+        net(batches()[0])
+    assert rec.missing == {}
+
+
+def test_a_module_that_was_replaced_since_is_named(net: Net) -> None:
+    session = th.capture(net, "a")
+    net.a = nn.Linear(3, 3)
+    with pytest.warns(NeverRanWarning, match="another Linear now"), session as rec:
+        net(batches()[0])
+    assert "a" in rec.missing
+
+
+def test_after_an_error_inside_the_block_it_opens_again(net: Net) -> None:
+    session = th.capture(net, "a")
+    with pytest.raises(ValueError, match="mine"), session:
+        raise ValueError("mine")
+    with session as rec:
+        net(batches()[0])
+    assert "a" in rec
+
+
+def test_an_opening_that_failed_leaves_it_closed(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = th.capture(net, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("torchhook._core.session.functional.depths", lambda: pytest.fail("no"))
+        with pytest.raises(pytest.fail.Exception):
+            session.open()
+    assert hooks_on(net) == []
+    with session as rec:
+        net(batches()[0])
+    assert "a" in rec
+
+
+def test_a_checkpointed_part_is_recomputed_in_its_own_opening() -> None:
+    torch.manual_seed(0)
+    inner = Net()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, x = Outer(), batches()[0].requires_grad_()
+    session = th.capture(model, "inner.a", edit={"inner.a": edits.scale(3)})
+    for _ in range(2):
+        with session as rec:
+            model(x).sum().backward()
+        assert rec.recomputed == {"inner.a": 1}
+        assert torch.allclose(rec["inner.a"], 3 * inner.a(torch.relu(x)))
+
+
+def test_one_that_was_built_by_hand_opens_once(net: Net) -> None:
+    session = Session(net)
+    session.open()
+    session.close()
+    with pytest.raises(SessionError, match="opens once"):
+        session.open()
