@@ -66,10 +66,14 @@ class Flags(Generic[Where]):
                 what = _what(*(bound.item() for bound in torch.aminmax(plain)))
                 if what:  # else the sum overflowed, not its terms
                     self._noted.append((where, None, 0, what))
-            return
-        slots = self._slots.get((plain.device, dtype))
+        else:
+            self.write_down(plain, where)
+
+    def write_down(self, plain: Tensor, where: Where) -> None:
+        """Have the device write down what tells whether a tensor is finite."""
+        slots = self._slots.get((plain.device, plain.dtype))
         if slots is None:
-            slots = self._slots[plain.device, dtype] = _Slots(plain.device, dtype)
+            slots = self._slots[plain.device, plain.dtype] = _Slots(plain.device, plain.dtype)
         torch.aminmax(plain, out=slots.next())
         self._noted.append((where, slots, slots.used, ""))
         slots.used += 1
