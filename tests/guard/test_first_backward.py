@@ -204,3 +204,20 @@ def test_an_optimizer_inside_the_backward_pass_steps_once() -> None:
     assert torch.equal(model[2].bias, before - 2)
     # It has stepped by then, so that the forward pass is another one.
     assert "parameters were written to" in str(g.findings[0])
+
+
+def test_a_parameter_that_the_first_run_makes_is_waited_for() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), Apply(lambda x: (x - x).sqrt()))
+    with guard(model, action="record") as g:
+        model(ones()).sum().backward()
+    assert _found(g) == [("op", "1/sqrt#0:grad_input", 0)]
+
+
+@pytest.mark.parametrize("build", [nn.LSTM, nn.GRU])
+def test_weights_that_a_module_keeps_in_a_list_of_its_own_come_back(build: Any) -> None:
+    model = nn.Sequential(build(4, 4, num_layers=2), Apply(lambda out: (out[0] - out[0]).sqrt()))
+    before = [id(p) for p in (*model.parameters(), *model[0]._flat_weights)]
+    with guard(model, action="record") as g:
+        model(torch.ones(3, 2, 4)).sum().backward()
+    assert _found(g) == [("op", "1/sqrt#0:grad_input", 0)]
+    assert [id(p) for p in (*model.parameters(), *model[0]._flat_weights)] == before

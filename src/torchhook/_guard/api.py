@@ -106,8 +106,8 @@ def guard(
 
     Args:
         model: the model to guard; it computes what it would without a guard.
-        action: ``"raise"`` raises a ``GuardError`` before the model, or ``backward``, returns; ``"warn"`` warns once for
-            each site, ``"record"`` only fills ``findings``.
+        action: ``"raise"`` raises a ``GuardError`` before the model, or ``backward``, returns; ``"warn"`` warns once
+            for each site, ``"record"`` only fills ``findings``.
         backward: ``False`` leaves gradients alone: a loss scaler meets infinite ones on purpose.
         allow: ``"-inf"`` lets pass a ``-inf`` that the model writes down itself, or is given in a mask, and what adds
             to it; ``"inf"`` allows both signs, ``None`` neither. NaN, and infinities that come from finite numbers, are

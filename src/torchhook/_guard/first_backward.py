@@ -55,6 +55,8 @@ class FirstBackward:
         self._awaited: dict[int, weakref.ref[Tensor]] = {}
         self._runs: list[Run] = []
         """Those that the running backward pass has come to, in its order."""
+        self._lacks = False
+        """Whether some parameter had no shape yet when the run began."""
         self._last_run = -1
         self._task = -1
 
@@ -64,8 +66,11 @@ class FirstBackward:
         """A run begins: wait for the gradients of parameters, which may have been replaced since the last one."""
         if not self._enabled or not torch.is_grad_enabled():
             return
+        self._lacks = False
         for path, module, parameter in self._scrutiny.parameters():
-            if parameter.requires_grad and not is_lazy(parameter):
+            lazy: bool = is_lazy(parameter)
+            self._lacks |= lazy  # the run will make it
+            if parameter.requires_grad and not lazy:
                 location = Location(path, None, None, -1, (module,))
                 self._await(parameter, Arrival(None, location, "gradient", "parameter", None))
 
@@ -74,6 +79,8 @@ class FirstBackward:
         self._last_run = run.number
         if not self._enabled:
             return
+        if self._lacks:
+            self.begin()
         for i, (name, tensor) in enumerate(outputs):
             if tensor.requires_grad:
                 self._handles.on_gradient(tensor, _on_arrival(self, Arrival(run, location, name, "output", None), i))

@@ -84,6 +84,7 @@ class Run:
         self.large: list[tuple[Tensor, int]] = []
         """Buffers that were not copied, and how often they had been written to."""
         self.parameters_written = 0
+        """How often, all together, when it ended."""
         self.gradients: dict[int, Tensor] = {}
         """What came back to its outputs in the backward pass that runs, by their number."""
         self.seen_by: dict[int, int] = {}
@@ -173,7 +174,6 @@ class Memory:
         run.given = given
         run.state = calling.remembered(self._small if learns else self._changing.values(), graphs=False)
         run.large = [(tensor, _version(tensor)) for tensor in self._large]
-        run.parameters_written = self.parameters_written() if torch.is_grad_enabled() else 0
         for taps in list(opened.values()):
             if taps.listener is not self._owner:
                 run.seen_by.update({id(tap): tap.ran for tap in taps.all()})
@@ -181,6 +181,8 @@ class Memory:
 
     def learn(self, run: Run) -> None:
         """Note what the run changed, after it."""
+        if torch.is_grad_enabled():
+            run.parameters_written = self.parameters_written()
         if _learns(run.number):
             self._written.update(i for i, given in enumerate(run.given) if given.is_written)
             self._changing.update({id(one.module): one.module for one in run.state if one.has_changed()})
