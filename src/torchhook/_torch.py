@@ -256,8 +256,10 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
-# -- frames. Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and
-# whether a module runs already. They are asked by the types of what lies there; names of functions change.
+# -- what runs: frames --------------------------------------------------------------------------------
+#
+# Some questions have no answer in torch but on Python's stack: which checkpointed segment runs, and whether a module
+# runs already. They are asked by the types of what lies there, not by the names of functions, which change.
 
 _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = _find("_call_impl.__code__", _find("__call__.__code__", None, nn.Module), nn.Module)
@@ -278,19 +280,6 @@ def times_running(module: nn.Module) -> int:
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread."""
     return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
-
-
-def in_fsdp() -> bool:
-    """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    for frame in _frames(1):
-        name = frame.f_globals.get("__name__", "")
-        if name == _MODULES:
-            return False
-        if name.startswith("torch.distributed.fsdp."):
-            return True
-    return False
 
 
 def in_bare_segment() -> bool:

@@ -533,3 +533,37 @@ def test_any_view_is_kept_as_it_was_whoever_writes_first(pair, mode: str, grad_m
             assert torch.equal(kept, oracle)
         assert torch.equal(again, oracle)
         assert not view.any()
+
+
+def test_what_is_recorded_is_what_value_keeps_and_views_are_shared_where_their_memory_is_new() -> None:
+    buffer, given = torch.randn(4, 4), torch.randn(4, 4)
+    keep = Keep()
+    keep.owned_by(lambda: [buffer], lambda: frozenset({id(buffer)}))
+    keep.called_with([given])
+    made = torch.randn(4, 4) * 2
+    passing = {
+        "made": (made, True),
+        "a view of it": (made.view(16), True),
+        "a small view of it": (made[0, :1], False),
+        "the buffer": (buffer, False),
+        "a view of the buffer": (buffer.t(), False),
+        "what it was called with": (given, False),
+        "a view of that": (given.reshape(2, 8), False),
+    }
+    for name, (value, shared) in passing.items():
+        expected, kept = value.clone(), [keep.kept(value), keep.value(value)]
+        assert [is_cow(one) for one in kept] == [shared, shared], name
+        value.add_(0)  # a write
+        assert all(torch.equal(one, expected) for one in kept), name
+
+
+def test_where_torch_does_not_say_what_a_view_is_of_the_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "base_of", lambda tensor: tensor)
+    buffer = torch.randn(4, 4)
+    keep = Keep()
+    keep.owned_by(lambda: [buffer], lambda: frozenset({id(buffer)}))
+    made = torch.randn(4, 4) * 2
+    assert is_cow(keep.kept(made.view(16)))
+    assert not is_cow(keep.kept(made[0, :1]))
+    assert not is_cow(keep.kept(buffer.t()))
+    assert torch.equal(keep.kept(buffer.t()), buffer.t())

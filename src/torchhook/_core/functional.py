@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook import _torch
+from torchhook import _torch, _torch_sharded
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
@@ -232,6 +232,8 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
+        self._ignored: set[Callable[..., Any]] = set()
+        """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
         self.listeners.append(listener)
@@ -244,6 +246,7 @@ class _Mode(TorchFunctionMode):
 
     def _settle(self) -> None:
         """On while anybody listens, and off otherwise."""
+        self._ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
         if self.listeners:
             listening.add(self)
             if not _torch.mode_is_on(self):
@@ -255,21 +258,20 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in self._ignored:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {} if kwargs is None else kwargs
-        for listener in self.listeners:
-            if func not in listener.ignored:
-                break
-        else:
-            return func(*args, **kwargs)
         name = op_name(func)
         if name is None:
             for listener in self.listeners:
                 listener.ignored.add(func)
             return func(*args, **kwargs)
-        if own_work.busy or _torch.in_fsdp():
+        if own_work.busy:
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]
+        if heard and _torch_sharded.is_moving_weights(heard[0][1]):
+            return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)

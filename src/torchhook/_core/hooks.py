@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
@@ -54,6 +55,11 @@ def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
     return node.register_prehook(function)
 
 
+def before_optimizers(function: Callable[..., None]) -> RemovableHandle:
+    """Call ``function(optimizer, args, kwargs)`` before any optimizer makes its step."""
+    return register_optimizer_step_pre_hook(function)
+
+
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
     _torch.after_backward(function)
@@ -92,6 +98,10 @@ class TensorHandles:
         """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
         self._handles.append(on_node(node, function))
         self._prune()
+
+    def before_optimizers(self, function: Callable[..., None]) -> None:
+        """Call ``function(optimizer, args, kwargs)`` before any optimizer makes its step."""
+        self._handles.append(before_optimizers(function))
 
     def _prune(self) -> None:
         if len(self._handles) >= self._prune_at:
@@ -277,7 +287,8 @@ eager_stance = _EagerStance()
 def refuse_compiled_code() -> None:
     """Say what cannot be done where the compiler follows the code: put hooks on, and take them away again."""
     if _torch_compiler.in_compiled_code():
-        raise SessionError(
+        raise _torch_compiler.refused(
+            SessionError,
             "a session cannot be opened inside compiled code, which ignores hooks that come and go. Open it around the "
-            "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True)."
+            "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True).",
         )

@@ -85,6 +85,23 @@ class Index:
                     if not any(inner is other for other in above):
                         yield from self._matching(inner, f"{path}.{name}" if path else name, parts[1:], whole, above)
 
+    def matching_tensors(self, pattern: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """The parameters and buffers whose paths a glob matches, each with its owner and its name there."""
+        above, _, last = pattern.rpartition(".")
+        if last == "**":
+            matches = glob_pattern(pattern).fullmatch
+            yield from ((path, *found) for path, found in self.tensors.items() if matches(path + "."))
+            return
+        owners = list(self.matching(above)) if above else []
+        if set(above.split(".")) <= {"", "**"}:  # the model itself may own them, too
+            owners.insert(0, ("", self.root))
+        fits = glob_pattern(last).fullmatch
+        for path, owner in owners:
+            for held in (owner._parameters, owner._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and fits(name + "."):
+                        yield f"{path}.{name}" if path else name, owner, name
+
     def find_tensor(self, path: str, notes: list[Step] | None = None) -> tuple[nn.Module, str] | None:
         """The parameter or buffer of an exact name, as its owner and its name there."""
         above, _, name = path.rpartition(".")

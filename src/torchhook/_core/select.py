@@ -140,8 +140,9 @@ def _some(index: Index, found: Found, site: Site, what: str, text: str) -> Itera
         paths = ", ".join(repr(path) for path, _ in found[:4])
         raise SelectorError(f"{what} matches only containers that are never called: {paths}.")
     _, op, call, port = site.parts
+    whole = op is None and call is None
     for path, module in running:
-        yield Target(Site(path, op, call, port), module)
+        yield Target(_site(path, port) if whole else Site(path, op, call, port), module)
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
@@ -158,14 +159,14 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     # "**.weight" means parameters too; "layer1.*" means modules, unless there are none. "**" alone never means
     # parameters: whoever writes it wants what flows, and of a model without layers that is its own output.
     everything = set(site.path.split(".")) <= {"*", "**"}
-    tensors = (not found and not everything) or not is_glob(_last(site.path))
-    names = [name for name in index.tensors if matches(name + ".")] if tensors else []
-    if not found and not names:
+    tensors = site.op is None and ((not found and not everything) or not is_glob(_last(site.path)))
+    held = list(index.matching_tensors(site.path)) if tensors else []
+    if not found and not held:
         raise SelectorError(f"{text!r} matches nothing. {_glob_hint(index, site.path)}")
     if found:
         yield from _some(index, found, site, repr(text), site.path)
-    for name in names:
-        yield Target(site.but(path=name), *index.tensors[name])
+    for path, owner, name in held:
+        yield Target(site.but(path=path), owner, name)
 
 
 def _parsed(index: Index, text: str) -> Site:

@@ -267,7 +267,6 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self.recording.finish()
         self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(
@@ -294,7 +293,7 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        is_as_it_was = not self._followed and self.index.is_as_it_was()
+        is_as_it_was, ran = not self._followed and self.index.is_as_it_was(), self._taps.any_ran
         for site, (target, tap) in self._taps.targets.items():
             forward = self._taps.passing(site, tap)
             if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
@@ -316,6 +315,8 @@ class Session:
                 why = f"{replaced}, since the session opened. Replace it first, then open the session."
             elif error is not None:
                 why = f"the block ended early with {type(error).__name__}."
+            elif not ran and forward is tap and not tap.elsewhere and never_ran.takes_hooks(target, self.index):
+                why = never_ran.NOT_CALLED
             else:
                 why = never_ran.cause(
                     target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener

@@ -73,7 +73,7 @@ class Taps:
     @property
     def any_ran(self) -> bool:
         """Whether the model or any part of it was called."""
-        return self.root.ran > 0 or any(tap.ran for _, tap in self) or self.listener is not None
+        return self.root.ran > 0 or any(tap.ran for _, tap in self)
 
     def passing(self, site: Site, tap: Tap) -> Tap:
         """The tap that the value itself passes in the forward pass: that of the site, unless it is a gradient's."""

@@ -255,9 +255,10 @@ class Code:
 
     def _use(self, name: str, value: Any, caller: types.CodeType) -> None:
         value = uncached(value)
-        if isinstance(value, types.MethodType) and isinstance(value.__self__, type):
-            self._class(value.__self__, caller)  # apply of a class of autograd, say
-            value = value.__func__
+        if isinstance(value, (types.MethodType, types.BuiltinMethodType)) and isinstance(value.__self__, type):
+            # apply of a class of autograd, say, which newer versions of torch have built in.
+            self._class(value.__self__, caller)
+            value = getattr(value, "__func__", value)
         if isinstance(value, types.FunctionType):
             if is_library(value.__code__):
                 self._parts.append(f"{value.__module__}.{value.__qualname__}")
