@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -144,6 +144,10 @@ class SiteListener(Listener):
         self._modules[id(module)] = module
         self._names.add(name)
         return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
+
+    def taps(self) -> Iterator[Tap]:
+        yield from self._inputs.values()
+        yield from self._outputs.values()
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
