@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import functional, hooks, never_ran, passing
+from torchhook._core import calling, functional, hooks, never_ran, passing
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
@@ -250,7 +250,7 @@ class Session:
         depths = functional.depths()
         self._wait_again()
         try:
-            return self.index.given(*args, **kwargs)
+            return calling.called(self.index.given, args, kwargs)
         except Stop as stop:
             if stop.scope is not self.scope:
                 raise

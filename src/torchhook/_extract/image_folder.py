@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class ImageFolder(Dataset[Any]):
         self.labels = [numbers[folder] for folder in folders] if self.classes else None
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.crop, self.interpolation, self.prepare = crop, interpolation, prepare
+        self.guessed = False
+        """Whether the settings are those of ImageNet because neither the model nor the caller has said others."""
         self.mean = torch.tensor(mean).reshape(-1, 1, 1)
         self.std = torch.tensor(std).reshape(-1, 1, 1)
 
@@ -80,20 +83,46 @@ class ImageFolder(Dataset[Any]):
         settings |= changes
         if "prepare" not in settings and type(model).__module__.startswith("timm."):
             settings["prepare"] = _timms_own(model, changes)
-        return cls(root, **settings)
+        made = cls(root, **settings)
+        made.guessed = not settings
+        return made
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
-        image = self.load(self.ids[index])
+        image = self._prepared(self._opened(self.ids[index], f", row {int(index)} of the data,"))
         return image if self.labels is None else (image, self.labels[index])
+
+    @property
+    def preparation(self) -> str:
+        """How an image is prepared, for people."""
+        if self.prepare is not None:
+            return re.sub(r"\s+", " ", ADDRESS.sub("", repr(self.prepare))).replace("( ", "(").replace(" )", ")")
+        height, width = self.size
+        mean, std = (", ".join(f"{n:g}" for n in part.flatten().tolist()) for part in (self.mean, self.std))
+        # As ``_prepared`` does it.
+        sides = [round(side / self.crop) for side in (height, width)]
+        return (
+            f"{self.interpolation} to {' × '.join(map(str, dict.fromkeys(sides)))}, cropped to {height} × {width}, "
+            f"mean {mean}, std {std}"
+        )
 
     def load(self, name: str) -> Tensor:
         """One image as the model sees it."""
+        return self._prepared(self._opened(name))
+
+    def _opened(self, name: str, row: str = "") -> Any:
+        pillow, path = require("PIL.Image", "images"), self.root / name
+        try:
+            with pillow.open(path) as opened:
+                return _colors(name, opened)  # reads the file, which is closed after this
+        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            why = str(error).rstrip(".") or type(error).__name__
+            raise ExtractError(f"{path}{row} cannot be read as an image: {why}.") from error
+
+    def _prepared(self, image: Any) -> Tensor:
         pillow = require("PIL.Image", "images")
-        with pillow.open(self.root / name) as opened:
-            image = _colors(name, opened)  # reads the file, which is closed after this
         if self.prepare is not None:
             return self.prepare(image)
         height, width = self.size
@@ -106,6 +135,9 @@ class ImageFolder(Dataset[Any]):
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std
 
+
+# Where an object lies, in its repr: another place in each process.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 # Our names of timm's settings.
 _SETTINGS = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}

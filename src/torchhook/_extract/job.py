@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
 from torchhook._core.select import Selector
 from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
@@ -187,6 +188,8 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     )
     if found is None:
         found = store.contents(manifest)
+    if request.dry_run and before is not None:  # else the sizes of two runs would be mixed
+        store.fits(manifest, before, request.any_cut, found)
     retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set() if request.replaces else set(found.sizes).difference(again)
@@ -235,6 +238,13 @@ def _source(request: Request, pin: bool) -> Source:
     data = request.data
     if isinstance(data, (str, os.PathLike)):
         data = ImageFolder.for_model(data, request.model)
+        if data.guessed:
+            warn(
+                f"the model does not say how it wants its images, so they are prepared as for ImageNet: "
+                f"{data.preparation}. Pass data=torchhook.types.ImageFolder(path, size=…, mean=…, std=…), or with "
+                "prepare=weights.transforms(), to say it.",
+                DataWarning,
+            )
     source = sources.source(data, request.batch_size, request.workers, request.skip, pin)
     if request.engine == "ray" and isinstance(source, sources.Stream):
         raise ExtractError("engine='ray' needs data whose rows have numbers: a data set with length and index.")
@@ -280,12 +290,13 @@ def _manifest(
     if rows_per_shard is None and before is not None and request.shard_bytes is None:
         # Else another batch size, or a first batch of longer rows, would cut other shards and be refused.
         rows_per_shard = before.rows_per_shard
+    model, tensors = fingerprint.of_tensors(request.model)
     return Manifest(
         columns=measured.columns,
         rows=source.rows,
         rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
-        model=fingerprint.of_model(request.model),
+        model=model,
         transform=of_function(forward.transform, values=False),
         input_fn=of_function(request.input_fn, values=False),
         lengths="one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False),
@@ -300,8 +311,23 @@ def _manifest(
             "device": identity.device,
             "begun": int(time.time()),
             "versions": versions(),
+            "tensors": tensors,
+            **_told(request, source),
         },
     )
+
+
+def _told(request: Request, source: Source) -> dict[str, Any]:
+    """What a data set says of its rows, for people: how images are prepared, and what the numbers of classes mean."""
+    dataset = getattr(source, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    told: dict[str, Any] = {"preparation": dataset.preparation} if isinstance(dataset, ImageFolder) else {}
+    classes = getattr(dataset, "classes", None)
+    # Labels that the user finds in another way may count something else.
+    if request.labels is None and isinstance(classes, list) and classes and all(isinstance(c, str) for c in classes):
+        told["classes"] = classes
+    return told
 
 
 # -- execute ------------------------------------------------------------------------------------------

@@ -115,6 +115,11 @@ class Features:
         """The labels of the rows, if there are any."""
         return self._column(LABELS) if self._has(LABELS) else None
 
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes that the labels number, where the data set had such, as folders of images do."""
+        return self.manifest.about.get("classes") if self._has(LABELS) else None
+
     def _has(self, name: str) -> bool:
         return any(spec.name == name for spec in self.manifest.columns)
 
@@ -167,6 +172,10 @@ class Features:
             f"model: {about.model}",
             f"transform: {about.transform}",
         ]
+        if "preparation" in about.about:
+            notes.append(f"images: {about.about['preparation']}")
+        if self.classes:
+            notes.append(f"classes: {_some(self.classes)}")
         if self.skipped:
             notes.append(
                 f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
@@ -181,6 +190,11 @@ class Features:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 def _reopen(path: str, incomplete: bool, access: str) -> Features:
