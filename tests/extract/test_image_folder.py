@@ -10,7 +10,7 @@ from torch import nn
 from torchhook import transforms
 from torchhook._extract.api import extract
 from torchhook._extract.image_folder import ImageFolder
-from torchhook.errors import ExtractError
+from torchhook.errors import DataWarning, ExtractError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -61,7 +61,8 @@ def test_settings_are_taken_from_the_model(folder):
 
 def test_a_path_is_enough(folder, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    features = extract(model, folder, "0", tmp_path / "f", transform=transforms.pool("mean"), progress=False)
+    with pytest.warns(DataWarning, match=r"as for ImageNet: bicubic to 256, cropped to 224 × 224, mean 0.485, .*size="):
+        features = extract(model, folder, "0", tmp_path / "f", transform=transforms.pool("mean"), progress=False)
     assert list(features.ids) == ["cat/a.png", "cat/b.png", "dog/deep/y.png", "dog/x.PNG"]
     assert features.labels[:].tolist() == [0, 0, 2, 1]
     image = ImageFolder(folder).load("dog/x.PNG")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from torchhook._cli import console, model_commands, store_commands
-from torchhook._cli.errors import Trouble, short, spoken
+from torchhook._cli.errors import Trouble, spoken, told
 from torchhook._version import __version__
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; errors become one line on stderr and exit code 2.
+    """Run the command line; errors are told on stderr without a traceback, and the exit code is 2.
 
     The environment variable ``TORCHHOOK_TRACEBACK=1`` shows where they come from.
     """
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         # Our own messages stand by themselves; of others, KeyError: 'x' for one, the class is half of what is said.
         name = "" if isinstance(error, Trouble) or type(error).__module__.startswith("torchhook.") else _kind(error)
-        console.say(f"torchhook: {name}{spoken(short(error))}")
+        console.say(f"torchhook: {name}{spoken(told(error))}")
         raise SystemExit(2) from None
 
 

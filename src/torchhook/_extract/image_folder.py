@@ -91,7 +91,13 @@ class ImageFolder(Dataset[Any]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
-        image = self._prepared(self._opened(self.ids[index], f", row {int(index)} of the data,"))
+        path = self.root / self.ids[index]
+        try:
+            opened = self._opened(self.ids[index])
+        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            why = str(error).rstrip(".") or type(error).__name__
+            raise ExtractError(f"{path}, row {int(index)} of the data, cannot be read as an image: {why}.") from error
+        image = self._prepared(opened)
         return image if self.labels is None else (image, self.labels[index])
 
     @property
@@ -112,14 +118,9 @@ class ImageFolder(Dataset[Any]):
         """One image as the model sees it."""
         return self._prepared(self._opened(name))
 
-    def _opened(self, name: str, row: str = "") -> Any:
-        pillow, path = require("PIL.Image", "images"), self.root / name
-        try:
-            with pillow.open(path) as opened:
-                return _colors(name, opened)  # reads the file, which is closed after this
-        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
-            why = str(error).rstrip(".") or type(error).__name__
-            raise ExtractError(f"{path}{row} cannot be read as an image: {why}.") from error
+    def _opened(self, name: str) -> Any:
+        with require("PIL.Image", "images").open(self.root / name) as opened:
+            return _colors(name, opened)  # reads the file, which is closed after this
 
     def _prepared(self, image: Any) -> Tensor:
         pillow = require("PIL.Image", "images")
