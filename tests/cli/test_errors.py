@@ -137,7 +137,7 @@ def test_images_for_a_model_of_timm_are_prepared_by_timm_to_the_pixel(torchhook:
     pixels = torch.randint(0, 255, (300, 400, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     image.fromarray(pixels.numpy()).save(tmp_path / "photos" / "0.png")
     # Cut at 0.95: timm resizes to floor(224 / 0.95) = 235, which rounding would make 236.
-    name = "timm:resnetv2_50x1_bit.goog_in21k_ft_in1k" if False else "timm:resnet50d"
+    name = "timm:resnet18.a1_in1k"
     model = timm.create_model(name.removeprefix("timm:"), pretrained=False)
     config = timm.data.resolve_model_data_config(model)
     own = timm.data.create_transform(**config, is_training=False)
@@ -145,7 +145,7 @@ def test_images_for_a_model_of_timm_are_prepared_by_timm_to_the_pixel(torchhook:
         "extract", name, "--random", "--data", tmp_path / "photos", "-s", "conv1:input", "-o", tmp_path / "f", "--no-progress"
     )
     assert done.code == 0
-    assert f"Resize(size={int(config['input_size'][-1] / config['crop_pct'])}" in done.err
+    assert "Resize(size=235" in done.err
     stored = open_features(tmp_path / "f")["conv1:input"][0]
     assert torch.equal(stored, own(image.open(tmp_path / "photos" / "0.png").convert("RGB")))
 
@@ -160,3 +160,21 @@ def test_tensors_of_rows_need_no_word_about_images(torchhook: Command, tmp_path:
         "extract", SMALL, "--data", tmp_path / "rows.safetensors", "-s", "0", "-o", tmp_path / "f", "--no-progress"
     )
     assert "images" not in done.err
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_wrong_attention_site_is_answered_with_the_right_ones(torchhook: Command, tmp_path: Path) -> None:
+    save_file({"x": torch.rand(2, 4, 8)}, tmp_path / "x.safetensors")
+    for wrong in ("attn.attn_drop", "attn/softmax"):
+        done = torchhook("run", "tests.cli.nets:Attends", "--input", tmp_path / "x.safetensors", "-s", wrong)
+        assert done.code == 0
+        assert done.err.startswith(f"torchhook: 1 selected site never ran:\n  '{wrong}': ")
+        assert "'attn/scaled_dot_product_attention' is what it gives" in done.err
+        assert "th.attention(model, inputs, sites='attn') its maps" in done.err
+        refused = torchhook(
+            "extract", "tests.cli.nets:Attends", "--data", tmp_path / "x.safetensors", "-s", wrong, "-o", tmp_path / "f"
+        )
+        assert refused.code == 2
+        assert "'attn/scaled_dot_product_attention' is what it gives" in refused.err
+    right = "attn/scaled_dot_product_attention"
+    assert torchhook("run", "tests.cli.nets:Attends", "--input", tmp_path / "x.safetensors", "-s", right).err == ""

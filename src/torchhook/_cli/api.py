@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     The environment variable ``TORCHHOOK_TRACEBACK=1`` shows where they come from.
     """
     try:
-        app(None if arguments is None else list(arguments))
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            app(None if arguments is None else list(arguments))
     except KeyboardInterrupt:
         # What shells give for an interrupt: 128 and the number of the signal.
         raise SystemExit(130) from None
@@ -79,6 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name = "" if isinstance(error, Trouble) or type(error).__module__.startswith("torchhook.") else _kind(error)
         console.say(f"torchhook: {name}{spoken(told(error))}")
         raise SystemExit(2) from None
+
+
+def _say_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    # Of ours, the line of Python that they point at is the command's own, and says nothing to its user.
+    ours = category.__module__.startswith("torchhook.")
+    console.say(f"torchhook: {spoken(str(message))}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}")
 
 
 def _kind(error: Exception) -> str:

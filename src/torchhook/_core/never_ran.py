@@ -18,6 +18,7 @@ from torchhook._core.taps import Tap
 from torchhook._recording.address import Site
 from torchhook.errors import suggestion
 
+_ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
 
 
@@ -73,6 +74,8 @@ def cause(
             "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
             "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
         )
+    if around and isinstance(target.module, (nn.Dropout, nn.Softmax)) and "attn" in f"{around[0][0]} {site.path}".lower():
+        return f"the model ran without calling it. {_fused(around[0][0])}"
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "
@@ -113,10 +116,21 @@ def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _fused(path: str) -> str:
+    """Where to look for what a fused attention call does inside."""
+    address = f"{path}/{_ATTENTION}"
+    return (
+        f"Fused attention has a softmax and dropout of its own: {address!r} is what it gives, {address + ':input'!r} what "
+        f"it takes, and th.attention(model, inputs, sites={path or '(model)'!r}) its maps."
+    )
+
+
 def _no_operation(target: Target, index: Index, listener: Listener) -> str:
     site = target.site
     where = repr(site.path) if site.path else "the model itself"
     own = listener.seen.get(id(target.module))
+    if own and _ATTENTION in own and site.op in ("softmax", "dropout", "matmul", "bmm", "baddbmm", "einsum"):
+        return f"{where} ran no {site.op!r}. {_fused(site.path)}"
     if own and site.op is not None:
         return f"{where} ran no {site.op!r}. {suggestion(site.op, own)}"
     below = [
