@@ -98,7 +98,9 @@ def test_the_tests_pass_against_the_installed_wheel(built: Path, tmp_path: Path)
     where = python("-c", "import torchhook; print(torchhook.__file__)", PYTHONPATH=path).stdout
     assert where.startswith(str(tmp_path)), where
     command = tmp_path / "bin" / "torchhook"
-    shown = subprocess.run([command, "--version"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    shown = subprocess.run(
+        [command, "--version"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
     assert wheel.name.startswith(f"torchhook-{shown.stdout.strip()}-"), shown.stderr
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *SUBSET, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-3000:]

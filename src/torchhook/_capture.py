@@ -57,7 +57,7 @@ def capture(
     torch.Size([5, 4])
 
     With ``stop=True``, the first pass that has seen every site ends the block, and with it a loop over batches in the
-    block. ``run`` calls the model and ends that pass alone; in the session's own block, all passes are in one recording.
+    block. ``run`` calls the model and ends that pass alone; in the session's own block, one recording has all passes.
 
     >>> session = capture(model, "0", stop=True)
     >>> with session as rec:

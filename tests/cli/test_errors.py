@@ -65,7 +65,10 @@ def test_an_incomplete_store_is_not_exported_and_the_advice_is_a_command(
 
 def test_random_weights_are_only_spoken_of_when_there_is_such_a_model(torchhook: Command, tmp_path: Path) -> None:
     pytest.importorskip("timm", reason="timm is not installed")
-    for line in (("run", "timm:resnet81", "--shape", SHAPE), ("extract", "timm:resnet81", "--data", tmp_path, "-s", "0")):
+    for line in (
+        ("run", "timm:resnet81", "--shape", SHAPE),
+        ("extract", "timm:resnet81", "--data", tmp_path, "-s", "0"),
+    ):
         done = torchhook(*line, *(["--random"] if line[0] == "extract" else []))
         assert "timm has no model 'resnet81'" in done.err
         assert "random" not in done.err
@@ -73,7 +76,10 @@ def test_random_weights_are_only_spoken_of_when_there_is_such_a_model(torchhook:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("nothere", "--data nothere: there is no such folder or file."), ("a.csv", "--data a.csv: give a folder of images")],
+    [
+        ("nothere", "--data nothere: there is no such folder or file."),
+        ("a.csv", "--data a.csv: give a folder of images"),
+    ],
 )
 def test_data_that_is_not_there_is_told_before_the_model_is_loaded(
     torchhook: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
@@ -142,7 +148,16 @@ def test_images_for_a_model_of_timm_are_prepared_by_timm_to_the_pixel(torchhook:
     config = timm.data.resolve_model_data_config(model)
     own = timm.data.create_transform(**config, is_training=False)
     done = torchhook(
-        "extract", name, "--random", "--data", tmp_path / "photos", "-s", "conv1:input", "-o", tmp_path / "f", "--no-progress"
+        "extract",
+        name,
+        "--random",
+        "--data",
+        tmp_path / "photos",
+        "-s",
+        "conv1:input",
+        "-o",
+        tmp_path / "f",
+        "--no-progress",
     )
     assert done.code == 0
     assert "Resize(size=235" in done.err

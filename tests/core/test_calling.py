@@ -287,5 +287,5 @@ def test_a_model_that_takes_texts_or_files_has_its_own_errors() -> None:
 
     with pytest.raises(FileNotFoundError):
         th.run(Reads(), "cat.jpg")
-    with pytest.raises(TypeError, match="^mine$"):
+    with pytest.raises(TypeError, match=r"^mine$"):
         th.run(Reads(), "a text")

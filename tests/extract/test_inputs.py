@@ -100,11 +100,13 @@ def test_texts_are_fine_where_a_function_or_the_model_reads_them(tmp_path: Path)
 
 def test_a_model_of_two_inputs_names_them_and_the_function_that_gives_both(tmp_path: Path) -> None:
     model, x, y = Both(), torch.rand(5, 3), torch.rand(5, 3)
-    with pytest.raises(ExtractError, match=r"forward takes 'x', 'y', .* missing a required argument: 'y'.*input_fn=tuple"):
+    with pytest.raises(
+        ExtractError, match=r"forward takes 'x', 'y', .* missing a required argument: 'y'.*input_fn=tuple"
+    ):
         extracted(model, TensorDataset(x, y), "add", tmp_path / "f")
     found = extracted(model, TensorDataset(x, y), "add", tmp_path / "f", input_fn=tuple)
     assert torch.allclose(found["add"][:], model(x, y).detach())
-    with pytest.raises(ExtractError, match="what input_fn makes of a batch is .*missing a required argument: 'y'"):
+    with pytest.raises(ExtractError, match=r"what input_fn makes of a batch is .*missing a required argument: 'y'"):
         extracted(model, TensorDataset(x, y), "add", tmp_path / "g", input_fn=lambda batch: batch[0])
 
 
@@ -113,7 +115,7 @@ def test_a_type_error_of_the_models_own_stays_what_it_is(tmp_path: Path) -> None
         def forward(self, x: Tensor) -> Tensor:
             raise TypeError("my own")
 
-    with pytest.raises(TypeError, match="^my own$"):
+    with pytest.raises(TypeError, match=r"^my own$"):
         extracted(Own(), torch.ones(2, 3), "(model)", tmp_path / "f")
 
 

@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, TextIO
 
 import typer
 
@@ -84,10 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
 
 
-def _say_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     # Of ours, the line of Python that they point at is the command's own, and says nothing to its user.
     ours = category.__module__.startswith("torchhook.")
-    console.say(f"torchhook: {spoken(str(message))}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}")
+    console.say(
+        f"torchhook: {spoken(str(message))}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
+    )
 
 
 def _kind(error: Exception) -> str:

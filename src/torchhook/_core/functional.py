@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook import _torch
+from torchhook import _torch, _torch_sharded
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
@@ -145,6 +145,10 @@ class SiteListener(Listener):
         self._names.add(name)
         return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
 
+    def taps(self) -> Iterator[Tap]:
+        yield from self._inputs.values()
+        yield from self._outputs.values()
+
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
         if id(index.root) not in self._modules:
@@ -262,10 +266,12 @@ class _Mode(TorchFunctionMode):
             for listener in self.listeners:
                 listener.ignored.add(func)
             return func(*args, **kwargs)
-        if own_work.busy or _torch.in_fsdp():
+        if own_work.busy:
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]
+        if heard and _torch_sharded.is_moving_weights(heard[0][1]):
+            return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)

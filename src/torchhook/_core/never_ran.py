@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
 from torchhook._core.index import Index
+from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
@@ -74,7 +75,11 @@ def cause(
             "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
             "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
         )
-    if around and isinstance(target.module, (nn.Dropout, nn.Softmax)) and "attn" in f"{around[0][0]} {site.path}".lower():
+    if (
+        around
+        and isinstance(target.module, (nn.Dropout, nn.Softmax))
+        and "attn" in f"{around[0][0]} {site.path}".lower()
+    ):
         return f"the model ran without calling it. {_fused(around[0][0])}"
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
@@ -91,6 +96,8 @@ def replaced(target: Target, index: Index, followed: Mapping[Site, Tensor]) -> s
     path = target.site.path
     if target.tensor is not None:
         known = followed.get(target.site)
+        if is_offloaded(target.module):
+            return ""  # a tensor without numbers stands in its place whenever its module does not run
         if known is not None and not _is_at_home(known, target.module, target.tensor, index):
             return f"{path!r} is another tensor now"
         path = path.rpartition(".")[0]
@@ -120,8 +127,8 @@ def _fused(path: str) -> str:
     """Where to look for what a fused attention call does inside."""
     address = f"{path}/{_ATTENTION}"
     return (
-        f"Fused attention has a softmax and dropout of its own: {address!r} is what it gives, {address + ':input'!r} what "
-        f"it takes, and th.attention(model, inputs, sites={path or '(model)'!r}) its maps."
+        f"Fused attention has a softmax and dropout of its own: {address!r} is what it gives, {address + ':input'!r} "
+        f"what it takes, and th.attention(model, inputs, sites={path or '(model)'!r}) its maps."
     )
 
 
@@ -146,6 +153,11 @@ def _no_operation(target: Target, index: Index, listener: Listener) -> str:
 def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     if target.tensor is not None and not live_tensor(target).requires_grad:
         return "it does not require a gradient."
+    if target.tensor is not None and is_offloaded(target.module):
+        return (
+            "it is offloaded by accelerate, which loads a copy for each call and drops it with its gradient. Load the "
+            "model whole to train it, or capture the gradients of activations."
+        )
     if tap.lacked_gradient:
         return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
     if passing is not tap and not passing.ran:

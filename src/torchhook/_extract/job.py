@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.data import Subset
 
 from torchhook._core.select import Selector
 from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
@@ -312,22 +311,9 @@ def _manifest(
             "begun": int(time.time()),
             "versions": versions(),
             "tensors": tensors,
-            **_told(request, source),
+            **sources.told(source, request.labels is None),
         },
     )
-
-
-def _told(request: Request, source: Source) -> dict[str, Any]:
-    """What a data set says of its rows, for people: how images are prepared, and what the numbers of classes mean."""
-    dataset = getattr(source, "dataset", None)
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    told: dict[str, Any] = {"preparation": dataset.preparation} if isinstance(dataset, ImageFolder) else {}
-    classes = getattr(dataset, "classes", None)
-    # Labels that the user finds in another way may count something else.
-    if request.labels is None and isinstance(classes, list) and classes and all(isinstance(c, str) for c in classes):
-        told["classes"] = classes
-    return told
 
 
 # -- execute ------------------------------------------------------------------------------------------

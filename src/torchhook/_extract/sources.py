@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from torchhook._extract import in_memory
 from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
@@ -226,6 +226,19 @@ def own_ids(source: Source) -> Any:
     else:
         return None
     return [ids[row] for row in source.order] if len(ids) == len(dataset) else None
+
+
+def told(source: Source, own_labels: bool) -> dict[str, Any]:
+    """What a data set says of its rows, for people: how images are prepared, and what the numbers of classes mean."""
+    dataset = getattr(source, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    found: dict[str, Any] = {"preparation": dataset.preparation} if isinstance(dataset, ImageFolder) else {}
+    classes = getattr(dataset, "classes", None)
+    # Labels that the user finds in another way may count something else.
+    if own_labels and isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes):
+        found["classes"] = classes
+    return found
 
 
 def _is_map(data: Any) -> bool:

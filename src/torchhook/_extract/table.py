@@ -57,6 +57,6 @@ def _column(name: str, column: Any) -> Tensor | Sequence[Any]:
             ) from error
     # A collection of data sets, by the names of its splits, is a mapping too.
     raise ExtractError(
-        f"data[{name!r}] is {tree.describe(column)}: a mapping gives columns, each a tensor, an array or a list with one "
-        f"entry for each row. Where it holds several data sets, pass one of them: data[{name!r}]."
+        f"data[{name!r}] is {tree.describe(column)}: a mapping gives columns, each a tensor, an array or a list with "
+        f"one entry for each row. Where it holds several data sets, pass one of them: data[{name!r}]."
     )

@@ -15,7 +15,9 @@ def named(device: torch.device | str, keyword: str) -> torch.device:
         return torch.device(device)
     # torch lists twenty kinds that hardly any build has, and nothing that could be meant.
     except (RuntimeError, TypeError) as error:
-        meant = " A GPU of NVIDIA or AMD is 'cuda', one of Apple 'mps'." if str(device).lower().startswith("gpu") else ""
+        meant = (
+            " A GPU of NVIDIA or AMD is 'cuda', one of Apple 'mps'." if str(device).lower().startswith("gpu") else ""
+        )
         raise ValueError(
             f"{keyword}={device!r} is no device: use 'cpu', 'cuda', 'cuda:1', 'mps' or a torch.device.{meant}"
         ) from error
