@@ -13,8 +13,8 @@ class Scope:
     __slots__ = ("closed", "runs_eagerly", "stopped_at")
 
     def __init__(self) -> None:
-        self.closed = False
-        self.runs_eagerly = False
+        self.closed: bool = False
+        self.runs_eagerly: bool = False
         """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
         self.stopped_at: str | None = None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchhook import edits
 from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
 from torchhook._core.functional import Listener
-from torchhook._core.hooks import Attachment
+from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.lost_gradients import Units, early_end
@@ -47,7 +47,7 @@ class Session:
         hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
-        self.index = Index(model) if index is None else index
+        self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
@@ -56,8 +56,8 @@ class Session:
 
     def _begin(self) -> None:
         """What belongs to one opening."""
-        self.recording = Recording(type(self.index.root).__name__)
-        self.scope = Scope()
+        self.recording: Recording = Recording(type(self.index.root).__name__)
+        self.scope: Scope = Scope()
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
@@ -69,7 +69,7 @@ class Session:
         self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self.handles = self._taps.handles
+        self.handles: TensorHandles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
         self._attachment: Attachment | None = None
         self._closed = False

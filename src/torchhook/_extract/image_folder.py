@@ -48,25 +48,28 @@ class ImageFolder(Dataset[Any]):
         interpolation: str = "bicubic",
         prepare: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        self.root = Path(root)
+        self.root: Path = Path(root)
         if not self.root.is_dir():
             raise FileNotFoundError(f"{self.root} is not a folder: data= needs the path of a folder of images.")
         found = [path for path in self.root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
         # Rows are known by number: the order of the file system differs between machines, and so do its separators.
-        self.ids = sorted(path.relative_to(self.root).as_posix() for path in found)
+        self.ids: list[str] = sorted(path.relative_to(self.root).as_posix() for path in found)
         if not self.ids:
             raise ExtractError(f"no images below {self.root}; looked for {', '.join(sorted(SUFFIXES))}.")
         folders = [path.rpartition("/")[0] for path in self.ids]
         # An image beside the folders has no class: then folders are only where images lie.
-        self.classes = sorted(set(folders)) if all(folders) else []
+        self.classes: list[str] = sorted(set(folders)) if all(folders) else []
         numbers = {name: i for i, name in enumerate(self.classes)}
-        self.labels = [numbers[folder] for folder in folders] if self.classes else None
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.labels: list[int] | None = [numbers[folder] for folder in folders] if self.classes else None
+        self.size: tuple[int, ...] = (size, size) if isinstance(size, int) else tuple(size)
+        self.crop: float
+        self.interpolation: str
+        self.prepare: Callable[[Any], Tensor] | None
         self.crop, self.interpolation, self.prepare = crop, interpolation, prepare
         self.guessed = False
         """Whether the settings are those of ImageNet because neither the model nor the caller has said others."""
-        self.mean = torch.tensor(mean).reshape(-1, 1, 1)
-        self.std = torch.tensor(std).reshape(-1, 1, 1)
+        self.mean: Tensor = torch.tensor(mean).reshape(-1, 1, 1)
+        self.std: Tensor = torch.tensor(std).reshape(-1, 1, 1)
 
     @classmethod
     def for_model(cls, root: str | os.PathLike[str], model: nn.Module, **changes: Any) -> ImageFolder:

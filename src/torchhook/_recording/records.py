@@ -91,7 +91,7 @@ class Recording:
         """Sites whose module or parameter was replaced while the session was open: what came later was not seen."""
         self.stopped = ""
         """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
-        self.order = count()
+        self.order: count[int] = count()
         self._rows: dict[Site, Rows] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
