@@ -148,6 +148,6 @@ def extract(
 def _check_out(out: Any) -> None:
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(
-            f"out={out!r}: give the path of a folder for the feature store, or a URL (s3://…). Features of a data set go "
-            "to disk. For a few batches in memory: output, rec = th.capture(model, sites).run(batch)."
+            f"out={out!r}: give the path of a folder for the feature store, or a URL (s3://…). Features of a data set "
+            "go to disk. For a few batches in memory: output, rec = th.capture(model, sites).run(batch)."
         )
