@@ -56,13 +56,11 @@ def capture(
     >>> rec["0"].shape
     torch.Size([5, 4])
 
-    With ``stop=True``, the first pass that has seen every site ends the block, and with it a loop over batches in the
-    block. ``run`` calls the model and ends that pass alone; in the session's own block, one recording has all passes.
+    With ``stop=True``, a pass that has seen every site ends the block, and a loop in it; ``run`` ends that pass alone.
 
     >>> session = capture(model, "0", stop=True)
     >>> with session as rec:
-    ...     for batch in torch.ones(2, 5, 3):
-    ...         stopped, rec = session.run(batch)
+    ...     passes = [session.run(batch) for batch in torch.ones(2, 5, 3)]
     >>> rec.cat("0").shape
     torch.Size([10, 4])
 

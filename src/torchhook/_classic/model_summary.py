@@ -19,10 +19,7 @@ def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
 
 
 def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
-    """Print the parameters of a model and of each of its layers.
-
-    Every layer shows its own parameters, a tied weight each time; in the totals it counts once.
-    """
+    """Print the parameters of a model and of each layer; a tied weight counts in every layer, and once in the total."""
     total, trainable = count_parameters(model), count_parameters(model, trainable_only=True)
     wide = "=" * 80
     lines = [wide, f"Model Summary: {type(model).__name__}", _RULE]

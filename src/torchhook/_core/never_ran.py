@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -60,12 +61,8 @@ def cause(
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
     if site.op is not None and listener is not None:
         return _no_operation(target, index, listener)
-    if around and isinstance(around[0][1], nn.MultiheadAttention):
-        name = site.path.rpartition(".")[2]
-        return (
-            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
-            f"capture {around[0][0]!r} instead."
-        )
+    if around and (why := _in_attention(target, *around[0])):
+        return why
     for path, module in around:
         known = taps.get(id(module))
         if known is not None and known.ran == 0:
@@ -75,12 +72,6 @@ def cause(
             "the model is a graph of operations (torch.export, torch.fx), in which those of this layer stand without a "
             "call of the layer. torch.export.unflatten(program) has layers that are called: capture there."
         )
-    if (
-        around
-        and isinstance(target.module, (nn.Dropout, nn.Softmax))
-        and "attn" in f"{around[0][0]} {site.path}".lower()
-    ):
-        return f"the model ran without calling it. {_fused(around[0][0])}"
     where = f" in {around[0][0]!r}" if around and around[0][0] else ""
     return (
         f"the model ran without calling it{where}: a branch that was not taken, "
@@ -121,6 +112,21 @@ def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
         if (module := index.find(path)) is not None:
             found.append((path, module))
     return found
+
+
+def _in_attention(target: Target, path: str, parent: nn.Module) -> str | None:
+    """Parts of an attention module that it never calls; ``path`` and ``parent`` are what holds the target."""
+    name = target.site.path.rpartition(".")[2]
+    if isinstance(parent, nn.MultiheadAttention):
+        return (
+            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
+            f"capture {path!r} instead."
+        )
+    # No more than likely: what a module has called is only known where operations are listened to.
+    kinds = (nn.Dropout, nn.Softmax)
+    if isinstance(target.module, kinds) and re.search("att(n|ention)", f"{path} {name} {type(parent).__name__}", re.I):
+        return f"the model ran without calling it. {_fused(path)}"
+    return None
 
 
 def _fused(path: str) -> str:

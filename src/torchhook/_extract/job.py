@@ -187,8 +187,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     )
     if found is None:
         found = store.contents(manifest)
-    if request.dry_run and before is not None:  # else the sizes of two runs would be mixed
-        store.fits(manifest, before, request.any_cut, found)
+    _check_dry_run(request, store, before, manifest, found)
     retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set() if request.replaces else set(found.sizes).difference(again)
@@ -199,6 +198,14 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     freed = sum(found.sizes.values()) if request.replaces else 0
     held = None if request.replaces else found
     return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
+
+
+def _check_dry_run(
+    request: Request, store: Store, before: Manifest | None, manifest: Manifest, found: Contents
+) -> None:
+    """Refuse what the run itself would refuse: else the sizes of two runs would be mixed."""
+    if request.dry_run and before is not None:
+        store.fits(manifest, before, request.any_cut, found)
 
 
 def _before(
