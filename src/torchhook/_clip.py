@@ -166,7 +166,7 @@ class _Limits:
     """When gradients are limited: as they come, or, in a pipeline, once for all microbatches."""
 
     def __init__(self, index: Index | None, what: str) -> None:
-        self.together = Together(what)
+        self.together: Together = Together(what)
         self._index = index
         self._stages: Any = None
         """The process group of the pipeline."""
