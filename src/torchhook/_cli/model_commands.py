@@ -18,7 +18,7 @@ from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
 from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
-from torchhook._layers import layers as list_layers
+from torchhook._layers.api import layers as list_layers
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Recording

@@ -23,7 +23,7 @@ from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
 from torchhook._report.score import Labels, Score, known_labels, likely, name_of, next_token
-from torchhook._report.timing import seconds
+from torchhook._layers.api import seconds
 from torchhook._report.untrained import untrained
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
