@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.cli import nets
 from torchhook._cli import inputs
@@ -60,7 +60,7 @@ def test_a_tokenizer_that_makes_no_token_is_said(tmp_path: Path) -> None:
     empty.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("[^a]"), "")
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path)
     transformers.BertConfig(vocab_size=7).save_pretrained(tmp_path)
-    with pytest.raises(Trouble, match="makes no token of 'hooks'.*--tokens 1,2,3"):
+    with pytest.raises(Trouble, match=r"makes no token of 'hooks'.*--tokens 1,2,3"):
         inputs.load(Options(text="hooks"), nets.ready, f"transformers:{tmp_path}")
 
 

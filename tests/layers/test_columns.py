@@ -55,7 +55,9 @@ def test_multiply_adds_of_attention_do_not_depend_on_its_kernel(build: Any) -> N
         gpt2(attention="eager")(IDS)
     found = th.layers(build(), IDS, columns=["multiply_adds"])
     assert found[""].multiply_adds == counter.get_total_flops() // 2
-    flops = {name.removeprefix("GPT2LMHeadModel."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    flops = {
+        name.removeprefix("GPT2LMHeadModel."): sum(ops.values()) for name, ops in counter.get_flop_counts().items()
+    }
     for layer in found:
         if layer.name in flops:
             assert layer.multiply_adds == flops[layer.name] // 2, layer.name
@@ -129,7 +131,7 @@ def test_columns_stand_in_the_order_that_was_asked_for() -> None:
 
 
 def test_a_wrong_column_offers_the_closest_and_one_of_a_run_asks_for_inputs() -> None:
-    with pytest.raises(ValueError, match="columns: 'multiplyadds' is none of .*Closest: 'multiply_adds'"):
+    with pytest.raises(ValueError, match=r"columns: 'multiplyadds' is none of .*Closest: 'multiply_adds'"):
         th.layers(nn.ReLU(), torch.ones(1), columns="multiplyadds")
     with pytest.raises(ValueError, match="columns: 'memory' is known after a run: give inputs="):
         th.layers(nn.ReLU(), columns=["type", "memory"])

@@ -123,7 +123,9 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_long_title_takes_two_lines_and_keeps_its_size() -> None:
     short, long = plot.histogram(torch.randn(9), title="short"), plot.histogram(torch.randn(9), title="a word " * 20)
-    titles = [next(t for t in figure.axes[0].get_children() if t is figure.axes[0]._left_title) for figure in (short, long)]
+    titles = [
+        next(t for t in figure.axes[0].get_children() if t is figure.axes[0]._left_title) for figure in (short, long)
+    ]
     assert titles[0].get_fontsize() == titles[1].get_fontsize()
     assert "\n" in titles[1].get_text()
     long.canvas.draw()

@@ -180,7 +180,9 @@ def test_every_time_has_one_unit_and_bars_are_shares_of_the_model(page: Any) -> 
     assert {text.split()[-1] for text in times} == {"ms"}
     row = "#rows .row:has([title='{}']) .c-time"
     share = page.eval_on_selector(row.format("stem.0") + " i", "bar => parseFloat(bar.style.width) / 100")
-    parts = page.evaluate("JSON.parse(document.getElementById('data').textContent).layers.map(l => [l.path, l.seconds])")
+    parts = page.evaluate(
+        "JSON.parse(document.getElementById('data').textContent).layers.map(l => [l.path, l.seconds])"
+    )
     seconds = dict(parts)
     assert share == pytest.approx(seconds["stem.0"] / seconds[""], rel=1e-3)
     assert "A plain forward pass takes" in page.text_content("#detail")

@@ -53,8 +53,8 @@ def load(options: Options, model: nn.Module, name: str) -> Given:
     """The input on the device of the model."""
     if len(options.chosen) != 1:
         raise Trouble(
-            "give one input: --input FILE (image, .safetensors or .txt), --text TEXT, --tokens 1,2,3 (where the command "
-            "has it), or --shape 1x3x224x224."
+            "give one input: --input FILE (image, .safetensors or .txt), --text TEXT, --shape 1x3x224x224, or, for a "
+            "report, --tokens 1,2,3."
         )
     if options.text is not None:
         given = _text(options.text, name)
@@ -149,8 +149,8 @@ def _tokens(text: str, model: nn.Module) -> torch.Tensor:
         raise Trouble(f"--tokens {text}: give whole numbers with commas between, as in 464,2068,7586.")
     ids = [int(part) for part in text.split(",")]
     # Beyond its table a model would fail deep inside, on a GPU with a message about something else.
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    known = getattr(table, "num_embeddings", None)
+    table: Any = getattr(model, "get_input_embeddings", None)
+    known = getattr(None if table is None else table(), "num_embeddings", None)
     if known is not None and max(ids) >= known:
         raise Trouble(f"--tokens {text}: the model has {known:,} tokens, 0 to {known - 1}, and {max(ids)} is none.")
     return torch.tensor([ids])
@@ -173,6 +173,7 @@ def _text(text: str, name: str) -> Given:
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     if not batch["input_ids"].numel():
         raise Trouble(
-            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give ids with --tokens 1,2,3."
+            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids (report has "
+            "--tokens 1,2,3, the others .safetensors)."
         )
     return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
@@ -158,7 +157,8 @@ def _run(
     given = calling.arguments(inputs)
     if meta:
         given = Inputs(*tree.map_tensors(lambda tensor: tensor.to("meta"), given))
-    seen, times = measure(model, index, given, meta, "multiply_adds" in wanted), {}
+    seen = measure(model, index, given, meta, "multiply_adds" in wanted)
+    times: dict[str, float] = {}
     if "time" in wanted:
         with calling.undisturbed(model), calling.evaluating(model):
             _, times = seconds(model, index, given, 3)

@@ -18,8 +18,10 @@ from torchhook._values.tree import Inputs, map_tensors, tensors
 
 
 def seconds(model: nn.Module, index: Index, inputs: Inputs, repeats: int) -> tuple[float, dict[str, float]]:
-    """Seconds of the quickest plain run; and of the quickest with clocks those in each module and below it, by its first
-    name, all calls together."""
+    """Seconds of the quickest plain run, and those in each module and below it of the quickest run with clocks.
+
+    Modules go by their first name, and all calls of a run count together.
+    """
     plain = [_plain(model, inputs) for _ in range(repeats + 1)]
     runs = [_timed(model, index, inputs) for _ in range(repeats + 1)]
     # The first warms up. All numbers are of one run: the quickest of each would not add up.

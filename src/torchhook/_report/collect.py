@@ -16,6 +16,7 @@ from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.offload import loaded
 from torchhook._core.select import Selector
+from torchhook._layers.api import seconds
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
@@ -23,7 +24,6 @@ from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
 from torchhook._report.score import Labels, Score, known_labels, likely, name_of, next_token
-from torchhook._layers.api import seconds
 from torchhook._report.untrained import untrained
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
@@ -235,7 +235,7 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
 
 def _times(layers: list[Layer], plain: float, times: dict[str, float]) -> Times:
     parents = {layer.parent for layer in layers}
-    own = sum(l.seconds or 0.0 for i, l in enumerate(layers) if i not in parents and l.shared_with is None)
+    own = sum(x.seconds or 0.0 for i, x in enumerate(layers) if i not in parents and x.shared_with is None)
     return Times(plain, times.get(""), own)
 
 

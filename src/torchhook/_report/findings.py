@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torchhook._report.facts import Finding, Layer, Numbers
 
-
 _DEAD = 0.1  # of the channels: on one input, a few that stay silent are what a ReLU is for
 
 

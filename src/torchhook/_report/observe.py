@@ -196,7 +196,9 @@ class _Looker:
                 layout = self._layouts.of(self._module, tensor)
                 seen.value = numbers(tensor, layout)
                 if seen.value is not None:
-                    seen.maps = pictures.feature_maps(tensor, layout, self._view.maps, self._view.side, self._view.reads)
+                    seen.maps = pictures.feature_maps(
+                        tensor, layout, self._view.maps, self._view.side, self._view.reads
+                    )
         self._layer.calls.append(seen)
 
     def gradient(self, value: Any, call: int) -> None:

@@ -11,7 +11,6 @@ from torchhook._values import tree
 from torchhook._values.subclasses import local
 from torchhook._values.targets import Goal, ask, class_scores, classes, is_function, logits, pick
 
-
 Labels: TypeAlias = "Sequence[str] | Mapping[int, str]"
 """The names of the classes, by their numbers."""
 

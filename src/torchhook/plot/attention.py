@@ -110,7 +110,9 @@ def _cut(weights: Array, cut: slice, query: int | None) -> tuple[Array, int | No
     if query is not None:
         query = query % queries - start
         if not 0 <= query < kept.shape[2]:
-            raise IndexError(f"query={query + start} is padding, which no token looks at: give padding=True to keep it.")
+            raise IndexError(
+                f"query={query + start} is padding, which no token looks at: give padding=True to keep it."
+            )
     return kept[:, cut], query
 
 
