@@ -173,7 +173,7 @@ def _text(text: str, name: str) -> Given:
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     if not batch["input_ids"].numel():
         raise Trouble(
-            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids (report has "
-            "--tokens 1,2,3, the others .safetensors)."
+            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids (report "
+            "has --tokens 1,2,3, the others take .safetensors)."
         )
     return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))
