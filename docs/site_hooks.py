@@ -1,0 +1,50 @@
+"""What MkDocs does not do by itself: links out of the folder, notebooks as files, ``llms.txt``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)[^)]*)\)")
+_pages: list[tuple[str, str, str]] = []
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The notebooks can be downloaded from the site."""
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links to files of the repository have nowhere to go on the site: their text stays."""
+    markdown = _LINK.sub(r"\1", markdown)
+    shown = markdown
+    for name in re.findall(r'^--8<-- "(.*)"$', markdown, re.MULTILINE):
+        shown = shown.replace(f'--8<-- "{name}"', (ROOT / name).read_text())
+    title = re.search(r"^# (.*)$", shown, re.MULTILINE)
+    _pages.append((page.url, title[1] if title else page.file.name, shown))
+    return markdown
+
+
+def on_pre_build(config: Any) -> None:
+    _pages.clear()
+
+
+def on_post_build(config: Any) -> None:
+    """An index for programs that read documentation, and the text of all pages in one file."""
+    site = Path(config.site_dir)
+    head = f"# {config.site_name}\n\n> {config.site_description}\n\n"
+    lines = [f"- [{title}]({url}){_first_sentence(text)}" for url, title, text in _pages]
+    (site / "llms.txt").write_text(head + "All pages in one file: llms-full.txt\n\n## Pages\n\n" + "\n".join(lines) + "\n")
+    (site / "llms-full.txt").write_text(head + "\n\n".join(f"<!-- {url} -->\n\n{text}" for url, _, text in _pages))
+
+
+def _first_sentence(text: str) -> str:
+    prose = [part for part in re.split(r"\n\s*\n", text) if re.match(r"[A-Z`*]", part)]
+    found = re.match(r".*?[.:](?=\s|$)", re.sub(r"\s+", " ", prose[0])) if prose else None
+    return f": {re.sub(r'[[]([^]]*)[]][(][^)]*[)]', r'\\1', found[0])}" if found else ""
