@@ -10,6 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)[^)]*)\)")
+_LINKED = re.compile(r"[\[\]]|(?<=\])\([^)]*\)")
 _pages: list[tuple[str, str, str]] = []
 
 
@@ -47,4 +48,4 @@ def on_post_build(config: Any) -> None:
 def _first_sentence(text: str) -> str:
     prose = [part for part in re.split(r"\n\s*\n", text) if re.match(r"[A-Z`*]", part)]
     found = re.match(r".*?[.:](?=\s|$)", re.sub(r"\s+", " ", prose[0])) if prose else None
-    return f": {re.sub(r'[[]([^]]*)[]][(][^)]*[)]', r'\\1', found[0])}" if found else ""
+    return f": {_LINKED.sub('', found[0])}" if found else ""
