@@ -31,8 +31,14 @@ WITHOUT_EXAMPLES = {
     "docs/notebooks.md",
     *(name_of(page) for page in (DOCS / "api").glob("*.md")),
 }
-# Two other libraries, a browser's worth of pictures, or another Python process.
-SLOW = {"docs/seeing.md", "README.md", "docs/sharded.md", "docs/compiled.md"}
+# Those that import another library, run a large network, or start another Python.
+SLOW = {
+    "docs/index.md",
+    "docs/coming-from/grad-cam.md",
+    "docs/recipes/distillation.md",
+    "docs/errors/TorchVersionError.md",
+    "docs/errors/TorchVersionWarning.md",
+}
 RUNNING = [page for page in PAGES if name_of(page) not in WITHOUT_EXAMPLES]
 
 
@@ -41,7 +47,7 @@ def _marked(page: Path) -> object:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch.export.unflatten about itself
-@pytest.mark.parametrize("page", map(_marked, RUNNING))
+@pytest.mark.parametrize("page", [_marked(page) for page in RUNNING])
 def test_the_examples_of_a_page_run_in_order_and_print_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +143,6 @@ class Modes(nn.Module):
         self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.head = nn.Linear(4, 2)
-        self.seen: set[tuple[bool, bool]] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         SEEN.add(self.training)
@@ -165,7 +170,7 @@ def _guard(model: nn.Module, folder: Path) -> None:
 
 
 def _watch(model: nn.Module, folder: Path) -> None:
-    with th.watch(model, alarms=False):
+    with th.watch(model, "head", alarms=False):
         model(X)
 
 
