@@ -32,6 +32,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return markdown
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Messages are long lines of prose, and wrap; the tree of errors is a picture, and does not."""
+    one = page.file.src_uri.startswith("errors/") and not page.is_index
+    return f'<div class="messages">{html}</div>' if one else html
+
+
 def on_pre_build(config: Any) -> None:
     _pages.clear()
 
