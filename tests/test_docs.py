@@ -1,4 +1,4 @@
-"""Every Python example in the documentation runs and prints what the page says; links lead somewhere; tables are true."""
+"""Every example in the documentation runs and prints what the page says; links lead somewhere; tables are true."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ SLOW = {
     "docs/index.md",
     "docs/coming-from/grad-cam.md",
     "docs/recipes/distillation.md",
+    "docs/recipes/many-machines.md",
     "docs/errors/TorchVersionError.md",
     "docs/errors/TorchVersionWarning.md",
 }

@@ -36,7 +36,9 @@ def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_the_first_cell_to_the_last(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_from_the_first_cell_to_the_last(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nbclient = pytest.importorskip("nbclient")
     startup = tmp_path / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
