@@ -30,8 +30,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## speed, as ratios measured side by side
-	for name in capture watch sweep extract; do $(SAFELY) $(BIN)/python benchmarks/$$name.py || exit 1; done
+bench: $(READY) ## speed beside bare hooks and other libraries, as ratios: tables, JSON and benchmarks/README.md
+	test -x $(VENV)/peers/bin/python || PYTHON=$(BIN)/python sh benchmarks/peers.sh $(VENV)/peers
+	$(SAFELY) $(BIN)/python benchmarks/run.py
 
 hunt: $(READY) ## an interrupt at every line that any tool executes, 10,000 new programs, 500 kills; takes hours
 	$(BIN)/python -m tests.interrupts

@@ -1,129 +1,220 @@
-"""What capturing a layer costs, beside a bare hook that does ``store[name] = output.detach().clone()``.
+"""What getting at values costs, beside bare hooks and the peers, and how many of the values are wrong.
 
-On a chain of 100 small ``Linear`` layers the model itself costs next to nothing, so that what is left is the cost of
-the hooks. "steady" runs the model in one open session; "whole" opens a session for every call. On a real network the
-copies count: copy-on-write makes them only where the next layer overwrites the value.
-Peers take part when they are installed.
+    python benchmarks/capture.py [--json results.json] [--only "torchhook" "nnsight"] [--seconds 0.7]
+
+Each way runs in a process of its own, because some change the whole of torch, and takes turns there with the plain
+model: a ratio is to the plain forward pass (or forward and backward) in the same process, in processor time. Values are
+judged by bare hooks with ``.detach().clone()`` on an untouched copy. Peers take part where they are installed
+(``peers.txt``).
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import dataclasses
+import functools
+import gc
 import json
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from timing import compare
-from torch import Tensor, nn
+from bare import leaves, same
+from limits import limits
+from models import WORKS, Work, resnet18
+from results import Report, Row
+from timing import ratios
+from ways import WAYS, Found, NotOffered, bare_gradients, bare_per_call, lens_work, loss, own_copy
 
-import torchhook as th
-from torchhook.demo import efficientnet_lite0
-
-
-class Bare:
-    """What people write by hand, at its best: true values, hooks removed."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.store: dict[str, Tensor] = {}
-        modules = dict(model.named_modules())
-        self.handles = [modules[name].register_forward_hook(self.hook(name)) for name in names]
-
-    def hook(self, name: str) -> Callable[..., None]:
-        store = self.store
-
-        def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-            store[name] = output.detach().clone()
-
-        return keep
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+PATIENCE = 90  # seconds for one mode of one way on one model
 
 
-def ratios(model: nn.Module, x: Tensor, rounds: int, repeat: int) -> dict[str, float]:
-    """Cost per call over that of the plain model, in units of what bare cloning hooks cost."""
-    names = [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
-
-    def calls(hooked: Callable[[Tensor], object]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(repeat):
-                hooked(x)
-
-        return run
-
-    def bare_whole(x: Tensor) -> None:
-        bare = Bare(model, names)
-        model(x)
-        bare.remove()
-
-    def whole(x: Tensor) -> None:
-        with th.capture(model, names):
-            model(x)
-
-    with ExitStack() as stack:
-        bare_model, captured_model = copy.deepcopy(model), copy.deepcopy(model)
-        Bare(bare_model, names)
-        stack.enter_context(th.capture(captured_model, names, max_records=1))
-        contestants = {
-            "plain": calls(model),
-            "bare hook, steady": calls(bare_model),
-            "torchhook, steady": calls(captured_model),
-            "bare hook, whole": calls(bare_whole),
-            "torchhook, whole": calls(whole),
-        }
-        contestants |= {name: calls(hooked) for name, hooked in peers(model, names).items()}
-        seconds = compare(contestants, rounds=rounds, repeat=1)
-    unit = seconds["bare hook, steady"] - seconds["plain"]
-    found = {name: (value - seconds["plain"]) / unit for name, value in seconds.items() if name != "plain"}
-    found["(plain forward, in the same unit)"] = seconds["plain"] / unit
-    return found
+class TooSlow(Exception):
+    """One mode of one way took longer than anybody would wait."""
 
 
-def peers(model: nn.Module, names: list[str]) -> dict[str, Callable[[Tensor], object]]:
-    found: dict[str, Callable[[Tensor], object]] = {}
-    with suppress(ImportError):
-        import torch_featurelayer
+def judge(found: Found, true: Found) -> tuple[int, int, int]:
+    """Values that are wrong, values that came, and values that did not come.
 
-        found["torch-featurelayer (not true)"] = torch_featurelayer.FeatureLayers(model, names)
-    with suppress(ImportError):
-        from baukit import TraceDict
+    A way that gives one value for a layer that ran twice may give either: the other is missing, not wrong.
+    """
+    wrong = came = missing = 0
+    for name, calls in true.items():
+        values = found.get(name) or []
+        came += len(values)
+        missing += max(len(calls) - len(values), 0)
+        for place, value in enumerate(values):
+            candidates = [calls[place]] if len(values) == len(calls) else calls
+            wrong += not any(same(value, candidate, 1e-5) for candidate in candidates)
+    return wrong, came, missing
 
-        def baukit(x: Tensor) -> None:
-            with TraceDict(model, names, clone=True, detach=True):
-                model(x)
 
-        found["baukit"] = baukit
-    return found
+def cell(way: str, mode: str, work: Work, how_many: str, seconds: float) -> Row | None:
+    """One way in one mode on one model and number of sites; nothing where it does not apply."""
+    make = WAYS[way].get(mode)
+    if make is None:
+        return None
+    names = work.sites(how_many)
+    gradients = mode == "gradients"
+    with torch.set_grad_enabled(gradients):
+        truth = (bare_gradients if gradients else bare_per_call)(own_copy(work), names)()
+        column = f"{how_many}, {mode}"
+        try:
+            run = make(own_copy(work), names)
+            wrong, came, missing = judge(run(), truth)
+        except NotOffered:
+            return None
+        plain = own_copy(work)
+        plainly: Callable[[], Any] = lambda: plain.model(*plain.args)  # noqa: E731
+        if gradients:
+            plainly = lambda: loss(plain.model(*plain.args)).backward()  # noqa: E731
+        runs = {"plain": plainly, "way": run}
+        ratio = ratios(runs, rounds=200, repeat=1, seconds=seconds, clock=time.process_time)["way"]
+    note = f"{missing} missing" if missing else ""
+    between = {"low": ratio.low, "high": ratio.high}
+    return Row(work.name, way, ratio.median, wrong=wrong, values=came, column=column, note=note, **between)
+
+
+def cells(way: str, seconds: float, models: list[str]) -> Iterator[Row]:
+    """Everything of one way; what fails is a row with its own message."""
+    for name in models:
+        try:
+            work = lens_work() if way == "TransformerLens" and name == "gpt2" else WORKS[name]()
+        except Exception as error:
+            yield Row(name, way, None, note=message(error))
+            continue
+        for mode in ("per call", "held", "gradients"):
+            for how_many in ("one", "few", "all"):
+                # The gradient of ten thousand layers asks nothing that that of a hundred does not.
+                if name == "large" and (mode == "gradients" or how_many == "few"):
+                    continue
+                row = patiently(functools.partial(cell, way, mode, work, how_many, seconds))
+                if isinstance(row, str):
+                    row = Row(work.name, way, None, note=row, column=f"{how_many}, {mode}")
+                if row is not None:
+                    yield row
+    yield from peak(way)
+
+
+def patiently(run: Callable[[], Row | None]) -> Row | str | None:
+    """What it gives, or the message of its error, shortened."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TooSlow(f"took more than {PATIENCE} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    # Not ITIMER_PROF: while that runs, Linux updates the clock of processor time at its ticks only, every 4 ms.
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        try:
+            return run()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception as error:
+        return message(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def message(error: Exception) -> str:
+    # The last line of long ones says what was wrong; peers put a traceback of their own before it.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+def peak(way: str) -> Iterator[Row]:
+    """How much higher memory rises than in a plain forward pass, in units of the values that were asked for."""
+    modes = WAYS[way]
+    make = modes.get("per call") or modes.get("held")
+    work = resnet18()._replace(args=(torch.randn(8, 3, 224, 224),))
+    assert make is not None
+    try:
+        with torch.no_grad():
+            names = work.all
+            run = make(work, names)
+            low = rise(lambda: work.model(*work.args))
+            found: list[Any] = []
+            high = rise(lambda: found.append(run()))
+            truth = bare_per_call(own_copy(work), names)()
+            nbytes = sum(leaf.nbytes for calls in truth.values() for call in calls for leaf in leaves(call))
+    except NotOffered:
+        return
+    except Exception as error:
+        yield Row("Peak memory, all layers of ResNet-18", way, None, note=message(error))
+        return
+    yield Row("Peak memory, all layers of ResNet-18", way, (high - low) / nbytes)
+
+
+def rise(run: Callable[[], object]) -> int:
+    """Bytes by which the memory of this process rises at most while it runs, the second time."""
+    run()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def child(way: str, options: argparse.Namespace) -> None:
+    """Run one way, or what must hold, and write the rows where the parent asked for them."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = limits(options.seconds) if way == "limits" else cells(way, options.seconds, options.models)
+    with open(options.child, "w") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+            file.flush()
+
+
+def in_own_process(way: str, options: argparse.Namespace) -> list[Row]:
+    """A row for each line that came, and one that says how the process ended if it ended badly."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        words = ["--child", str(path), "--way", way, "--seconds", str(options.seconds), "--models", *options.models]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, __file__, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        rows.append(Row("not measured", way, None, note=last[:160]))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the figures here too")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument(
+        "--only", nargs="+", choices=["limits", *WAYS], metavar="WAY", help=", ".join(["limits", *WAYS])
+    )
+    parser.add_argument("--models", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--seconds", type=float, default=0.7, help="for each number, about")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    chain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100))).eval()
-    results: dict[str, dict[str, float]] = {}
-    for mode, context in {"no_grad": torch.no_grad, "enable_grad": torch.enable_grad}.items():
-        with context():
-            results[f"100 × Linear(16), {mode}"] = ratios(chain, torch.randn(4, 16), options.rounds, repeat=5)
-    with torch.no_grad():
-        model, images = efficientnet_lite0(), torch.randn(4, 3, 224, 224)
-        results["EfficientNet-Lite0, 4×3×224×224, no_grad"] = ratios(
-            model, images, max(options.rounds // 5, 5), repeat=1
-        )
-    for title, figures in results.items():
-        print(f"\n{title}: cost of capturing every layer, bare hook = 1")
-        for name, ratio in figures.items():
-            print(f"  {name:<38}{ratio:6.2f}")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+    if options.child:
+        child(options.way, options)
+        return
+    report = Report("Getting at values, on a CPU", options.json)
+    for way in options.only or ["limits", *WAYS]:
+        report.add(*in_own_process(way, options))
+    report.close()
 
 
 if __name__ == "__main__":

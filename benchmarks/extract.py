@@ -1,6 +1,7 @@
 """Features of a data set to disk and back, beside what bounds it and what people do by hand.
 
     python benchmarks/extract.py [--rounds 3] [--json out.json] [--only requests "tensors in memory"]
+    python benchmarks/extract.py --only gpu --large
 
 Everything of one table runs in turns in one process, on the same rows; the ratios are what counts, not the seconds.
 The bound of extraction is the slower of two: the forward passes alone, over the same loader and with the same early
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import extract_gpu
 import numpy as np
 import request_counts
 import torch
@@ -311,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--large", action="store_true", help="on a GPU, a decoder of 6.6 billion parameters, too")
     parser.add_argument("--only", nargs="*", help="some of the tables, by name: 'requests', 'tensors in memory', ...")
     given = parser.parse_args()
     steady_memory()
@@ -341,6 +344,8 @@ def main() -> None:
         "memory": peak_memory,
         "reading": lambda: reading(rounds),
     }
+    if torch.cuda.is_available():
+        tables["gpu"] = lambda: extract_gpu.table(rounds, FOLDER, given.large)
     for name, run in tables.items():
         if given.only and name not in given.only:
             continue

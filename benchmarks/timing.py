@@ -5,22 +5,90 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Run = Callable[[], object]
 
 
-def compare(contestants: dict[str, Callable[[], object]], rounds: int = 30, repeat: int = 10) -> dict[str, float]:
-    """Median seconds for one call of each contestant."""
-    for run in contestants.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+class Ratio(NamedTuple):
+    """What one contestant takes, in units of the one it is compared with in the same round."""
+
+    median: float
+    low: float
+    """A quarter of the rounds is below this, and a quarter above ``high``."""
+    high: float
+    seconds: float
+    """The median of one call."""
+
+
+def measure(
+    contestants: Mapping[str, Run],
+    rounds: int = 30,
+    repeat: int = 10,
+    *,
+    wait: Run = lambda: None,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, float]]:
+    """Seconds for one call of each contestant, for each round; those without a turn in a round are not in it.
+
+    Args:
+        contestants: what is compared, by name; each is called twice before anything counts.
+        rounds: how often each has its turn; those ten times slower than the fastest have it every fifth time only.
+        repeat: calls in each turn.
+        wait: called before and after each turn; on a GPU, its synchronization.
+        seconds: stop after about so long, once each has had three turns.
+        clock: ``time.process_time`` where everything is computed in this process and others disturb it.
+    """
+    first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
+    slow = {name for name, took in first.items() if took > 10 * min(first.values())}
+    found: list[dict[str, float]] = []
     names = list(contestants)
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    end = time.perf_counter() + (seconds or float("inf"))
+    for number in range(rounds):
         shuffle.shuffle(names)
-        for name in names:
-            run = contestants[name]
-            started = time.perf_counter()
-            for _ in range(repeat):
-                run()
-            times[name].append((time.perf_counter() - started) / repeat)
-    return {name: statistics.median(measured) for name, measured in times.items()}
+        mine = [name for name in names if name not in slow or number % 5 == 0 or number < 3]
+        times = {name: _turn(contestants[name], 1 if name in slow else repeat, wait, clock) for name in mine}
+        found.append(times)
+        if number >= 2 and time.perf_counter() > end:
+            break
+    return found
+
+
+def ratios(contestants: Mapping[str, Run], rounds: int = 30, repeat: int = 10, **options: Any) -> dict[str, Ratio]:
+    """Each in units of the first, round by round: a machine that gets slower meanwhile does so for both.
+
+    ``options`` are those of ``measure``.
+    """
+    found = measure(contestants, rounds, repeat, **options)
+    unit = next(iter(contestants))
+    answer = {}
+    for name in contestants:
+        here = [times for times in found if name in times and unit in times]
+        parts = [times[name] / times[unit] for times in here]
+        low, middle, high = statistics.quantiles(parts, n=4, method="inclusive")
+        answer[name] = Ratio(middle, low, high, statistics.median(times[name] for times in here))
+    return answer
+
+
+def compare(contestants: Mapping[str, Run], rounds: int = 30, repeat: int = 10, **options: Any) -> dict[str, float]:
+    """Median seconds for one call of each contestant; ``options`` are those of ``measure``."""
+    found = measure(contestants, rounds, repeat, **options)
+    return {name: statistics.median(times[name] for times in found if name in times) for name in contestants}
+
+
+def line(costs: Mapping[int, float]) -> tuple[float, float]:
+    """What one more costs, and what none would: the line through the costs at some sizes, by least squares."""
+    found = statistics.linear_regression(list(costs), list(costs.values()))
+    return found.slope, found.intercept
+
+
+def _turn(run: Run, repeat: int, wait: Run, clock: Callable[[], float]) -> float:
+    wait()
+    started = clock()
+    for _ in range(repeat):
+        run()
+    wait()
+    return (clock() - started) / repeat

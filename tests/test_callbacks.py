@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import sys
 import warnings
@@ -144,6 +145,39 @@ def test_a_training_after_one_that_failed_has_its_own_numbers(events: Any) -> No
     callback.on_step_begin(None, SimpleNamespace(global_step=50), None)  # and an error, of which nobody is told
     train_by_events(net, [callback])
     assert [snapshot.step for snapshot in w.history][-BATCHES:] == list(range(BATCHES))
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+def hooks(net: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
+
+
+@pytest.mark.parametrize("tool", [watch, guard])
+def test_hooks_go_with_the_trainer_whose_training_failed(events: Any, tool: Any) -> None:
+    """Hugging Face tells nobody of an exception."""
+    net = model().append(Fails())
+    made = tool(net)
+    callback = made.callback()
+    with pytest.raises(KeyError, match="mine"):
+        train_by_events(net, [callback])
+    assert made.is_open
+    del callback
+    gc.collect()
+    assert not made.is_open
+    assert hooks(net) == 0
+
+
+@pytest.mark.parametrize("tool", [watch, guard])
+def test_hooks_go_at_once_from_a_block_around_a_training_that_fails(events: Any, tool: Any) -> None:
+    net = model().append(Fails())
+    with pytest.raises(KeyError, match="mine"), tool(net) as made:
+        train_by_events(net, [made.callback()])
+    assert not made.is_open
+    assert hooks(net) == 0
 
 
 @pytest.mark.parametrize("steps", ["calls", "manual"])

@@ -39,6 +39,9 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch._C._len_torch_function_stack": ("heard", "_len_torch_function_stack"),
     "torch._C._get_function_stack_at": ("heard", "_get_function_stack_at"),
     "torch._C._pop_torch_function_stack": ("heard", "_pop_torch_function_stack"),
+    "torch._foreach_norm": ("watched", RIGHT),
+    "torch._foreach_copy_": ("watched", RIGHT),
+    "torch._foreach_sub_": ("watched", RIGHT),
 }
 
 

@@ -213,9 +213,31 @@ def heard() -> None:
     assert rec["/relu"].tolist() == [0.0, 3.0]
 
 
+def watched() -> None:
+    import torchhook as th
+    from torchhook import _torch_foreach
+    from torchhook._watch import weights
+
+    # As on a GPU, where all weights are taken together.
+    weights._goes_together = lambda tensor: True
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before: dict[str, Tensor] = {}
+    with th.watch(model) as w:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            for parameter in model.parameters():
+                parameter.data.add_(0.5 * torch.randn_like(parameter))
+    for name, parameter in model.named_parameters():
+        size, moved = before[name].norm().item(), (parameter.detach() - before[name]).norm().item()
+        assert abs(w.last[name]["norm"] - size) < 1e-5 * size
+        assert abs(w.last[name]["update_ratio"] - moved / size) < 1e-5 * moved / size
+    assert [float(norm) for norm in _torch_foreach.norms([torch.tensor([3.0, 4.0]), torch.ones(4)])] == [5.0, 2.0]
+
+
 SCENARIOS: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (captured, in_vmap, gradients, nested_gradients, checkpointed, guarded, attended, saved, heard)
+    for f in (captured, in_vmap, gradients, nested_gradients, checkpointed, guarded, attended, saved, heard, watched)
 }
 SCENARIOS["not_understood"] = lambda: checkpointed(understood=False)
 

@@ -56,6 +56,7 @@ def attention(
             _look(session, every[key], index.distinct[key], _notices(index.distinct[key], every[key], others))
     keep, names = Keep(device=device), list[tuple[str, str]]()
     recording.other_names = lambda: names
+    recording.wait_with(keep.wait)
     for key, path in chosen.items():
         module = index.distinct[key]
         names += [(name, path) for name in index.names(module) if name != path]
@@ -63,6 +64,7 @@ def attention(
         _look(session, path, module, _looks(module, put))
     with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:
         calling.call(model, calling.arguments(inputs))
+    keep.release()
     # Every module was looked at, and most do not attend: that is nothing to report.
     recording.missing.clear()
     if not len(recording):

@@ -87,6 +87,14 @@ class _Events:
             self._running = False
             self._fit.step_ended()
 
+    def __del__(self) -> None:
+        # With the trainer that held this, its training is over, however it ended. What is left at the end of the
+        # process needs no end of its own.
+        if not self._is_shutting_down():
+            self._fit.ended(SessionError("the trainer was dropped before it said that its training has ended."))
+
+    _is_shutting_down = staticmethod(sys.is_finalizing)
+
     def on_train_end(self, *told: Any, **more: Any) -> None:
         self._end()
         self._fit.ended(None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
+from torchhook import _torch_sharded
 from torchhook._core import hooks
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
@@ -44,7 +45,9 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
 
     It limits in a ``with`` block, or from ``open`` to ``close``, and does nothing before. Layers that are frozen or
     unfrozen meanwhile are treated as they are when the model runs. Of a model in DDP or FSDP, what is limited is the
-    gradient over all ranks, once it has been reduced: open it on every rank, and give it the wrapped model.
+    gradient over all ranks, once it has been reduced: open it on every rank, and give it the wrapped model. Of a stage
+    of a pipeline, it is the sum over the microbatches, limited when the optimizer makes its step, or the block ends;
+    ``norm`` is that over all stages. A rank with several stages gives them together, in a ``ModuleList``.
 
     Args:
         model: whose parameters' gradients are limited.
@@ -58,7 +61,7 @@ def clip_gradients(model: nn.Module, value: float | None = None, *, norm: float 
     if bound is None or not bound > 0:
         raise ValueError(f"clip_gradients needs a positive limit, found {bound!r}.")
     index = Index(model)
-    return GradientClip(index, Clamped(bound) if norm is None else _Shortened(index, bound))
+    return GradientClip(index, Clamped(bound, index) if norm is None else _Shortened(bound, index))
 
 
 class GradientClip(Openable):
@@ -89,6 +92,7 @@ class GradientClip(Openable):
         for path, module in index.modules.items():
             if not path or module._parameters:
                 session.look(Target(Site(path, port="input"), module), followed.look([module] if path else everything))
+        session.handles.before_optimizers(limits.before_step)
         self._session = session
         limits.together.open()
         session.open()
@@ -96,9 +100,14 @@ class GradientClip(Openable):
     def _stop(self, error: BaseException | None) -> None:
         assert self._session is not None
         assert self._plan is not None
-        self._session.close()
-        self._plan[1].together.close()
+        session, limits = self._session, self._plan[1]
         self._session = self._plan = None
+        session.close()
+        try:
+            if error is None:
+                limits.settle()
+        finally:
+            limits.together.close()
 
 
 class _Followed:
@@ -140,6 +149,7 @@ class _Followed:
         """Before these modules run: some of their parameters may have been unfrozen, or be new."""
 
         def look(value: Any, call: int) -> None:
+            self._limits.look_around()
             for module in modules:
                 for name in module._parameters:
                     home = self.new(module, name)
@@ -152,64 +162,106 @@ class _Followed:
 # -- limits ---------------------------------------------------------------------------------------------
 
 
-class Clamped:
+class _Limits:
+    """When gradients are limited: as they come, or, in a pipeline, once for all microbatches."""
+
+    def __init__(self, index: Index | None, what: str) -> None:
+        self.together = Together(what)
+        self._index = index
+        self._stages: Any = None
+        """The process group of the pipeline."""
+        self._unsettled = False
+
+    def look_around(self) -> None:
+        """The model runs: perhaps as a stage of a pipeline, for one microbatch of several."""
+        if self._stages is None:
+            self._stages = _torch_sharded.pipeline()
+        self._unsettled = self._stages is not None
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._unsettled:
+            own = {id(home.parameter) for home in self._homes()}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                self.settle()
+
+    def settle(self) -> None:
+        """A pipeline has come to the end of its step: what ``.grad`` holds now is what the optimizer will see."""
+        if self._unsettled:
+            self._unsettled = False
+            self._act(self._homes())
+
+    def _homes(self) -> list[Home]:
+        assert self._index is not None
+        homes = Homes(self._index)
+        owned = [homes.of(m, name) for m in self._index.distinct.values() for name in m._parameters]
+        return list({id(home.parameter): home for home in owned if home is not None}.values())
+
+    def _act(self, homes: list[Home]) -> None:
+        raise NotImplementedError
+
+
+class Clamped(_Limits):
     """Every element at most ``bound``."""
 
-    def __init__(self, bound: float) -> None:
-        self.together = Together("clamped")  # nobody is asked: each rank clamps what it has
+    def __init__(self, bound: float, index: Index | None = None) -> None:
+        super().__init__(index, "clamped")  # nobody is asked: each rank clamps what it has
         self._bound = bound
         self._waiting: dict[int, Home] = {}
         self._end = AtEnd(self._clamp)
 
-    def limit(self, grad: Tensor) -> Tensor:
+    def limit(self, grad: Tensor) -> Tensor | None:
         # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum
         # of clamped ones.
-        return grad.clamp(-self._bound, self._bound)
+        return grad.clamp(-self._bound, self._bound) if self._stages is None else None
 
     def arrived(self, home: Home) -> None:
         """A gradient came that is still to be reduced."""
-        self._waiting[id(home.parameter)] = home
-        self._end.ask()
+        if self._stages is None:
+            self._waiting[id(home.parameter)] = home
+            self._end.ask()
 
     def _clamp(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for home in waiting.values():
-            grad = home.parameter.grad
-            if grad is not None and home.is_reduced:
+        self._act([home for home in waiting.values() if home.is_reduced])
+
+    def _act(self, homes: list[Home]) -> None:
+        for home in homes:
+            if home.parameter.grad is not None:
                 # In place: DDP's buckets and FSDP's flat gradients are views of larger memory.
-                local(grad).clamp_(-self._bound, self._bound)
+                local(home.parameter.grad).clamp_(-self._bound, self._bound)
 
 
-class _Shortened:
+class _Shortened(_Limits):
     """All gradients together at most ``bound`` long. Asked about any of them, it acts once, when the pass has ended."""
 
-    def __init__(self, index: Index, bound: float) -> None:
-        self.together = Together("clipped")
-        self._index = index
+    def __init__(self, bound: float, index: Index) -> None:
+        super().__init__(index, "clipped")
         self._bound = bound
         self._waiting: dict[int, Home] = {}
         self._end = AtEnd(self._clip)
 
     def limit(self, grad: Tensor) -> None:
-        self._end.ask()
+        if self._stages is None:
+            self._end.ask()
 
     def arrived(self, home: Home) -> None:
-        self._waiting[id(home.parameter)] = home
-        self._end.ask()
+        if self._stages is None:
+            self._waiting[id(home.parameter)] = home
+            self._end.ask()
 
     def _clip(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        # Only now: while gradients arrive, FSDP1 still has those of the last pass in their place.
-        if not all(home.is_reduced for home in waiting.values()):
-            return  # a pass whose gradients will be reduced with those of a later one
-        homes = Homes(self._index)
-        # All parameters, also those that took no part in this pass: the norm is that of what the optimizer will see.
-        owned = [homes.of(m, name) for m in self._index.distinct.values() for name in m._parameters]
-        known = {id(home.parameter): home for home in owned if home is not None}
-        if any(home.groups or is_distributed(home.parameter) for home in known.values()):
-            self._clip_over_ranks(list(known.values()))
+        # Only now: while gradients arrive, FSDP1 still has those of the last pass in their place. A pass whose
+        # gradients will be reduced with those of a later one is left alone.
+        if all(home.is_reduced for home in waiting.values()):
+            # All parameters, also those that took no part in this pass: the norm is that of what the optimizer sees.
+            self._act(self._homes())
+
+    def _act(self, homes: list[Home]) -> None:
+        if self._stages is not None or any(home.groups or is_distributed(home.parameter) for home in homes):
+            self._clip_over_ranks(homes)
         else:
-            nn.utils.clip_grad_norm_([h.parameter for h in known.values() if h.parameter.grad is not None], self._bound)
+            nn.utils.clip_grad_norm_([h.parameter for h in homes if h.parameter.grad is not None], self._bound)
 
     def _clip_over_ranks(self, homes: list[Home]) -> None:
         squares: dict[tuple[Any, ...], Tensor] = {}
@@ -222,14 +274,23 @@ class _Shortened:
             # A rank whose part has no elements asks with the others.
             squares[groups] = squares[groups] + square.to(squares[groups].device) if groups in squares else square
         for groups, square in squares.items():
-            self.together.need(groups, "the limit on gradients")
-            for group in groups:
-                distributed.all_reduce(square, group=group)
-        total = sum(float(square) for square in squares.values()) ** 0.5
-        factor = min(1.0, self._bound / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            self._add_up(square, groups)
+        total = sum(float(square) for square in squares.values())
+        if self._stages is not None:
+            # On the device of the gradients: not every process group can send from the host.
+            device = next((square.device for square in squares.values() if not square.is_cpu), torch.device("cpu"))
+            over_stages = torch.tensor(total, dtype=torch.float64, device=device)
+            self._add_up(over_stages, (self._stages,))
+            total = float(over_stages)
+        factor = min(1.0, self._bound / (total**0.5 + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         for home in homes:
             if home.parameter.grad is not None:
                 local(home.parameter.grad).mul_(factor)
+
+    def _add_up(self, square: Tensor, groups: tuple[Any, ...]) -> None:
+        self.together.need(groups, "the limit on gradients")
+        for group in groups:
+            distributed.all_reduce(square, group=group)
 
 
 def clamp_for_good(parameters: Iterable[tuple[nn.Module, str]], homes: Homes, bound: float) -> None:

@@ -134,8 +134,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
 current_node: Callable[[], Any] = _find("_C._current_autograd_node", lambda: None)
 """The step of the backward pass that runs in this thread, if one does."""
 
-graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
-"""The backward pass that is running in this thread; -1 for none."""
+_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+ended_tasks: set[int] = set()
+"""Backward passes that torch counts as running while what was to be called after them runs."""
+
+
+def graph_task() -> int:
+    """The backward pass that is running in this thread; -1 for none."""
+    return -1 if (task := _graph_task()) in ended_tasks else task
+
 
 next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr", lambda: 0)
 """The number of the next step that autograd will note in this thread."""
@@ -249,14 +256,9 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def compiler_is_loaded() -> bool:
-    """Whether anything can have been compiled. Importing the compiler only to ask would take seconds."""
-    return "torch._dynamo" in sys.modules
-
-
 # -- what runs: frames --------------------------------------------------------------------------------
 #
-# Two questions have no answer in torch but on Python's stack: which checkpointed segment runs, and whether a module
+# Some questions have no answer in torch but on Python's stack: which checkpointed segment runs, and whether a module
 # runs already. They are asked by the types of what lies there, not by the names of functions, which change.
 
 _MODULES = "torch.nn.modules.module"
@@ -278,19 +280,6 @@ def times_running(module: nn.Module) -> int:
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread."""
     return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
-
-
-def in_fsdp() -> bool:
-    """Whether FSDP puts weights together or takes them apart: what runs then is none of the model's doing."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    for frame in _frames(1):
-        name = frame.f_globals.get("__name__", "")
-        if name == _MODULES:
-            return False
-        if name.startswith("torch.distributed.fsdp."):
-            return True
-    return False
 
 
 def in_bare_segment() -> bool:

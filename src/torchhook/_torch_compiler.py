@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchhook._torch import compiler_is_loaded
+from torchhook import errors
 from torchhook.errors import TorchVersionError
 
 in_trace: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -33,9 +35,41 @@ _frame_callback: Callable[[], Any] = getattr(
 )
 
 
+def compiler_is_loaded() -> bool:
+    """Whether anything can have been compiled. Importing the compiler only to ask would take seconds."""
+    return "torch._dynamo" in sys.modules
+
+
 def in_compiled_code() -> bool:
     """Whether the compiler follows the code that runs, or runs what it could not follow: it knows no new hooks."""
     return in_trace() or (compiler_is_loaded() and _frame_callback() is not None)
+
+
+# -- what is said while the compiler follows -------------------------------------------------------------
+
+
+def refused(kind: type[Exception], message: str) -> Exception:
+    """The error to be raised. While the compiler follows the code, it is raised here, in words of our own.
+
+    What the code that it follows raises, the compiler puts behind a page of its own under ``fullgraph=True``.
+    """
+    if in_trace():
+        _refuse_to_be_followed(kind.__name__, message)
+    return kind(message)
+
+
+def _refuse_to_be_followed(kind: str, message: str) -> None:
+    ours = getattr(errors, kind)
+    # As one of the compiler's own: without fullgraph=True it goes on without compiling this, and comes here no more.
+    theirs = getattr(sys.modules.get("torch._dynamo.exc"), "Unsupported", None)
+    if theirs is None:
+        raise ours(message)
+    members = {"__module__": ours.__module__, "__init__": theirs.__init__}
+    raise type(kind, (ours, theirs), members)(message)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: called while it follows, and not followed.
+_refuse_to_be_followed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # -- compiled modules -------------------------------------------------------------------------------
@@ -74,18 +108,47 @@ def wait_for_compiling() -> None:
         lock.release()
 
 
+_FRAMES = "torch._dynamo.eval_frame"
+
+
 class _Stance:
-    """Stands for torch's record of what is done with compiled code, which is one for all threads."""
+    """Stands for torch's record of what is done with compiled code, which is one for all threads.
+
+    Torch reads it several times for one decision, and once more when a compiled call returns. A session that another
+    thread closes meanwhile must not change the answer in between: a call goes on as it began.
+    """
 
     def __init__(self, before: Any, here: Callable[[], str | None]) -> None:
         self.before, self.here = before, here
+        self.was_asked = False
+        self._begun = threading.local()
 
     @property
     def stance(self) -> str:
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__") != _FRAMES:
+            return self._now()
+        # By the number of the frame, and where in it: to hold the frame would keep alive what its callers hold. One
+        # that has the number of another begins before that one's place.
+        known: dict[int, tuple[CodeType, int, str]] = self._begun.__dict__.setdefault("known", {})
+        code, place, answer = known.get(id(frame), (None, 0, ""))
+        if code is not frame.f_code or frame.f_lasti <= place:
+            self.was_asked = True
+            answer = self._now()
+            for one in (frame, frame.f_back):  # the decision, and the call for which it is made
+                if one is not None:
+                    known[id(one)] = one.f_code, one.f_lasti, answer
+        return answer
+
+    def _now(self) -> str:
         return self.here() or str(self.before.stance)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.before, name)
+
+
+def _nowhere() -> None:
+    """No session is open."""
 
 
 def take_stance(here: Callable[[], str | None]) -> Callable[[], None]:
@@ -93,16 +156,31 @@ def take_stance(here: Callable[[], str | None]) -> Callable[[], None]:
 
     Where torch keeps its stance in another way, it is eager in all threads.
     """
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    frames: Any = sys.modules.get(_FRAMES)
     before = getattr(frames, "_stance", None)
     if not hasattr(before, "stance"):
         stance = torch.compiler.set_stance("force_eager")
         return lambda: stance.__exit__(None, None, None)
-    mine = _Stance(before, here)
+    mine = before if isinstance(before, _Stance) else _Stance(before, here)
+    mine.here = here
     frames._stance = mine
 
     def restore() -> None:
+        mine.here = _nowhere  # from here on both give the same answers to whoever begins
+        if mine.was_asked and _in_compiled_calls():
+            return  # who has begun is answered by it to the end; the next session takes it over
         if frames._stance is mine:  # and not one that a user has set since
-            frames._stance = before
+            frames._stance = mine.before
 
     return restore
+
+
+def _in_compiled_calls() -> bool:
+    """Whether any thread decides what to do with compiled code, or runs some."""
+    for frame in sys._current_frames().values():
+        above: FrameType | None = frame
+        while above is not None:
+            if above.f_globals.get("__name__") == _FRAMES:
+                return True
+            above = above.f_back
+    return False

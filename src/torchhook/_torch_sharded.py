@@ -1,10 +1,15 @@
 """The private names of torch's distributed training: as ``_torch``, each with what is done where it is gone.
 
-FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together.
+FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together, and who
+brings weights to a module, or a microbatch, is known from the stack alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,3 +82,65 @@ def rank_store() -> Any:
         return None
     find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
     return find() if distributed.get_world_size() > 1 else None
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+@contextlib.contextmanager
+def refused_collectives(error: BaseException) -> Iterator[None]:
+    """Whatever would wait for other ranks raises ``error`` in this block; where torch no longer tells, it waits."""
+    if rank_store() is None:
+        yield
+        return
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        yield
+        return
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "namespace", "") in _COLLECTIVES:
+                raise error
+            return func(*args, **(kwargs or {}))
+
+    with Refuses():  # type: ignore[no-untyped-call]
+        yield
+
+
+# -- what runs: frames --------------------------------------------------------------------------------
+
+
+def _frames(depth: int) -> Iterator[tuple[str, FrameType]]:
+    """What is running in this thread, innermost first, each with the module in which it was written."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", ""), frame
+        frame = frame.f_back
+
+
+def is_moving_weights(module: nn.Module) -> bool:
+    """Whether FSDP or accelerate brings weights to a module or takes them away: none of that is the model's doing."""
+    # Asked for every operation: the stack is looked at only where either may be at work.
+    if "_hf_hook" not in vars(module) and not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    for name, frame in _frames(1):
+        if name == "torch.nn.modules.module":
+            return False
+        # What accelerate puts in the place of forward is around the model's own; its hooks, which are objects, are not.
+        if name.startswith("torch.distributed.fsdp.") or (name == "accelerate.hooks" and "self" in frame.f_locals):
+            return True
+    return False
+
+
+def pipeline() -> Any:
+    """The process group of the pipeline of which a stage runs in this thread; ``None`` where none does."""
+    # A stage is an ordinary module, which does not know that it is one. Only who calls it does.
+    kind = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if isinstance(kind, type):
+        for name, frame in _frames(1):
+            stage = frame.f_locals.get("self") if name == kind.__module__ else None
+            if isinstance(stage, kind):
+                return getattr(stage, "group", None) or distributed.group.WORLD
+    return None

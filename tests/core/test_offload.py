@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchhook._capture import run
+from torchhook._capture import capture, run
 from torchhook._core.offload import has_offloaded, is_offloaded, loaded
 from torchhook._diff.api import diff
 from torchhook._extract.api import extract
 from torchhook._extract.fingerprint import of_model
 from torchhook._features.api import open_features
+from torchhook._guard.api import guard
+from torchhook._layers import ops
 from torchhook._report.api import report
 from torchhook._watch.api import watch
-from torchhook.errors import SessionError
+from torchhook.errors import NeverRanWarning, SessionError
 
 
 def model() -> nn.Sequential:
@@ -64,6 +67,41 @@ def test_weights_are_watched_and_reported(offloaded: nn.Sequential, tmp_path: Pa
     page = report(offloaded, X, out=tmp_path / "a.html", gradients=False).read_text()
     rms = weight.square().mean().sqrt().item()
     assert f"{rms:.6f}"[:6] in page
+
+
+@pytest.mark.shows("Offloading: guard")
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+@pytest.mark.parametrize("name", ["0.weight", "3.bias"])
+def test_a_guard_names_the_weight_and_not_what_loads_it(how: str, name: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    net = model()
+    with torch.no_grad():
+        net.get_parameter(name).view(-1)[0] = math.nan
+    if how == "disk":
+        accelerate.disk_offload(net, str(tmp_path / "weights"), execution_device="cpu")
+    else:
+        accelerate.cpu_offload(net, execution_device="cpu")
+    with guard(net, action="record") as g, torch.no_grad():
+        net(X)
+    module = name.partition(".")[0]
+    assert [(f.kind, str(f.site), str(f.used_by)) for f in g.findings] == [("parameter", name, f"{module}/linear#0")]
+
+
+def test_what_loads_a_weight_is_no_operation_of_the_model(offloaded: nn.Sequential) -> None:
+    found = [str(op) for op in ops(offloaded, X)]
+    assert found == [str(op) for op in ops(model(), X)]
+
+
+def test_the_gradient_of_an_offloaded_weight_goes_with_the_copy_that_was_loaded(offloaded: nn.Sequential) -> None:
+    with pytest.warns(
+        NeverRanWarning, match=r"'3.weight:grad': it is offloaded by accelerate, which loads a copy"
+    ) as w:
+        with capture(offloaded, "3.weight:grad", "3:grad") as rec:
+            offloaded(X).sum().backward()
+    assert len(w) == 1
+    assert torch.equal(rec["3:grad"], torch.ones(5, 3))
+    assert list(rec.missing) == ["3.weight:grad"]
+    assert "another tensor" not in str(rec)
 
 
 def test_an_offloaded_model_is_compared_with_the_same_one(offloaded: nn.Sequential) -> None:

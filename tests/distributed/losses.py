@@ -1,4 +1,4 @@
-"""Scenarios: losses on values that were kept alive inside of what FSDP wraps; tensor parallelism; pipelines."""
+"""Scenarios: losses on values that were kept alive inside of what FSDP wraps; tensor parallelism."""
 
 from __future__ import annotations
 
@@ -139,6 +139,20 @@ def tensor_parallel_guard() -> Any:
     return [(f.kind, str(f.site)) for f in g.findings]
 
 
+def compared_and_reported() -> Any:
+    from torchhook._report.collect import collect
+
+    model, whole = parallel(use_local_output=False), net()
+    with torch.no_grad():
+        whole.blocks[0].a.bias[7] += 1.0  # on the second rank
+        _, mine = th.run(model, batch(), capture=["blocks.0.a", "head"])
+        _, other = th.run(whole, batch(), capture=["blocks.0.a", "head"])
+    found = [th.diff(one, two) for one, two in ((mine, other), (other, mine), (mine, mine))]
+    page = collect(model, batch(), gradients=False, attention=False)
+    numbers = {layer.path: layer.calls[0].value for layer in page.layers if layer.calls}
+    return found, page.notes, numbers["blocks.0.a"]
+
+
 def saved_parts() -> Any:
     import tempfile
     import warnings
@@ -152,31 +166,25 @@ def saved_parts() -> Any:
         return th.load(f"{folder}/rec.safetensors")["blocks.0.a"], [str(w.message) for w in said]
 
 
-# -- a pipeline ---------------------------------------------------------------------------------------------
+def tensor_parallel_edits_of_gradients() -> Any:
+    model = parallel(use_local_output=False)
+    changes = {"blocks.0.a:grad": edits.scale(3.0), "blocks.1.a.weight:grad": edits.clamp(-0.1, 0.1)}
+    with th.edit(model, changes):
+        loss(model(batch())).backward()
+    return gradients(model)
 
 
-def pipeline() -> Any:
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-    rank = distributed.get_rank()
-    whole = net()
-    part = whole.blocks[0] if rank == 0 else nn.Sequential(whole.blocks[1], whole.head)
-    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda y, target: loss(y) / 4)
-    sites = ["a", "a.weight:grad"] if rank == 0 else ["1", "1.weight:grad"]
-
-    def step() -> None:
-        if rank == 0:
-            schedule.step(batch())
-        else:
-            schedule.step(target=torch.zeros(8, 3))
-
-    step()  # the first one calls each stage once more, to learn the shapes
-    part.zero_grad()
-    with th.watch(part) as w, th.guard(part) as g, th.capture(part, *sites) as rec:
-        step()
-    total = sum(rec.all(sites[1]))
-    return rec.cat(sites[0]), total, len(w.history), len(g.findings)
+def tensor_parallel_one_rank() -> Any:
+    """Nobody waits for a rank that has nothing open."""
+    model = parallel(use_local_output=False)
+    if distributed.get_rank() == 1:
+        loss(model(batch())).backward()
+        return gradients(model)
+    sites = ["blocks.0.a", "blocks.0.a:grad", "blocks.0.a.weight:grad", "head"]
+    with th.capture(model, *sites) as rec, th.guard(model):
+        loss(model(batch())).backward()
+    gradients(model)  # the other rank asks, too
+    return {key: rec[key].to_local() if hasattr(rec[key], "to_local") else rec[key] for key in rec}
 
 
 SCENARIOS = {
@@ -191,7 +199,9 @@ SCENARIOS = {
         tensor_parallel_clip,
         tensor_parallel_watch,
         tensor_parallel_guard,
+        tensor_parallel_edits_of_gradients,
+        tensor_parallel_one_rank,
+        compared_and_reported,
         saved_parts,
-        pipeline,
     )
 }

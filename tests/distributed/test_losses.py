@@ -1,4 +1,4 @@
-"""Losses on kept values, tensor parallelism and pipelines on two ranks, against a single process."""
+"""Losses on kept values and tensor parallelism on two ranks, against a single process."""
 
 from __future__ import annotations
 
@@ -140,6 +140,52 @@ def test_a_bad_part_of_a_weight_is_named(found: Results) -> None:
     assert len(second) == 1  # it is given what the other rank made of it
 
 
+@pytest.mark.shows("Tensor parallel: edits")
+def test_edited_gradients_of_dtensors_are_those_of_a_single_process(found: Results) -> None:
+    model = net()
+    model.blocks[0].a.register_forward_hook(lambda _, __, output: output.register_hook(lambda grad: 3 * grad) and None)
+    model.blocks[1].a.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    loss(model(batch())).backward()
+    for after in found["tensor_parallel_edits_of_gradients"]:
+        close(after, grads(model))
+
+
+@pytest.mark.shows("Tensor parallel: one rank alone that captures")
+def test_one_rank_alone_captures_its_part_and_nobody_waits(found: Results) -> None:
+    model = net()
+    a: list[Tensor] = []
+    model.blocks[0].a.register_forward_hook(lambda _, __, output: output.retain_grad() or a.append(output))
+    output = model(batch())
+    loss(output).backward()
+    captured, after = found["tensor_parallel_one_rank"]
+    close(after, grads(model))
+    assert a[0].grad is not None
+    close(captured["blocks.0.a"], a[0].detach()[:, :5])
+    close(captured["blocks.0.a:grad"], a[0].grad[:, :5])
+    close(captured["blocks.0.a.weight:grad"], grads(model)["blocks.0.a.weight"][:5])
+    close(captured["head"], output.detach())
+
+
+@pytest.mark.shows("Tensor parallel: diff and report of this rank's part")
+def test_what_is_compared_and_reported_of_this_ranks_part_alone_is_said(found: Results) -> None:
+    a = net().blocks[0].a(batch()).detach()
+    for rank, ((mine, other, same), notes, numbers) in enumerate(found["compared_and_reported"]):
+        for result in (mine, other):
+            row = result["blocks.0.a"]
+            assert (row.status, row.elements) == (("same", "differs")[rank], 40)
+            assert row.mismatches == (0, 8)[rank]
+            assert "this rank's part" in row.note
+            assert "record with gather='full'" in str(result)
+            assert "this rank's part" not in result["head"].note
+        assert same.ok
+        part = a.chunk(2, dim=1)[rank]
+        assert numbers.elements == 40
+        assert numbers.mean == pytest.approx(part.mean().item(), rel=1e-5)
+        (note,) = [note for note in notes if "rank" in note]
+        assert note.startswith("Numbers and pictures of 'blocks.0.a', 'blocks.1.a', 'blocks.0.a.weight'")
+        assert "those of this rank's part" in note
+
+
 def test_a_rank_saves_its_part_and_says_so(found: Results) -> None:
     expected = net().blocks[0].a(batch()).detach()
     parts = found["saved_parts"]
@@ -147,19 +193,3 @@ def test_a_rank_saves_its_part_and_says_so(found: Results) -> None:
     for _, said in parts:
         assert len(said) == 1
         assert "saved as this rank's part of it, (8, 5)" in said[0]
-
-
-# -- a pipeline -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.shows("Pipelines: captures of a stage")
-def test_the_stages_of_a_pipeline_are_hooked_one_by_one(found: Results) -> None:
-    model = net()
-    with th.capture(model, "blocks.0.a", "head") as rec:
-        loss(model(batch())).backward()
-    (a, a_grad, *first), (head, head_grad, *second) = found["pipeline"]
-    close(a, rec["blocks.0.a"])
-    close(head, rec["head"])
-    close(a_grad, model.blocks[0].a.weight.grad)
-    close(head_grad, model.head.weight.grad)
-    assert (first, second) == ([4, 0], [4, 0])  # a call for each microbatch

@@ -157,6 +157,82 @@ def test_the_rows_of_a_nested_tensor_that_has_no_shape_are_edited(edit: Any, by_
         assert torch.equal(now, by_hand(row))
 
 
+def jagged(rows: list[Tensor], kind: str) -> Tensor:
+    if kind == "with room between":
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        starts, lengths = torch.zeros(len(rows), dtype=torch.int64), torch.tensor([len(row) for row in rows])
+        return torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
+    made = torch.nested.nested_tensor(
+        [row.mT for row in rows] if kind == "in the last dim" else rows, layout=torch.jagged
+    )
+    return made.transpose(1, 2) if kind == "in the last dim" else made
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["packed", "with room between", "in the last dim"])
+@pytest.mark.parametrize(
+    ("edit", "by_hand"),
+    [
+        (edits.replace(0.5), lambda row: torch.full_like(row, 0.5)),
+        (edits.replace(torch.arange(4.0)), lambda row: torch.arange(4.0).expand_as(row)),
+        (edits.add(torch.arange(4.0)), lambda row: row + torch.arange(4.0)),
+        (edits.zero(), torch.zeros_like),
+    ],
+)
+def test_a_jagged_tensor_is_edited_row_by_row_and_stays_what_it_can_be_added_to(
+    edit: Any, by_hand: Any, kind: str
+) -> None:
+    rows = [torch.randn(2, 4), torch.randn(5, 4)]
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.a(x)
+
+    model = Residual()
+    nested = jagged(rows, kind)
+    if kind == "in the last dim":  # torch itself adds no vector to such a one
+        edit, by_hand = edits.replace(2.0), lambda row: torch.full_like(row, 2.0)
+    with th.edit(model, {"a": edit}):
+        found = model(nested)
+    for row, now in zip(rows, found.unbind(), strict=True):
+        torch.testing.assert_close(now, row + by_hand(row))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_go_through_noise_on_a_jagged_tensor() -> None:
+    rows = [torch.randn(2, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)]
+    model = nn.Sequential(nn.Identity())
+    noisy = []
+    for layout in (torch.jagged, torch.strided):
+        with th.edit(model, {"0": edits.noise(0.1, seed=3)}):
+            noisy.append(model(torch.nested.as_nested_tensor(rows, layout=layout)))
+    for one, two, row in zip(noisy[0].unbind(), noisy[1].unbind(), rows, strict=True):
+        assert torch.equal(one, two)
+        assert 0.03 < (one - row).std() < 0.3
+    (noisy[0] * 3).values().sum().backward()
+    assert all(torch.equal(row.grad, torch.full_like(row, 3.0)) for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_takes_the_place_of_one_of_the_same_rows(layout: Any) -> None:
+    old, new = ([torch.randn(n, 4) for n in (2, 5)] for _ in range(2))
+    model = nn.Sequential(nn.Identity())
+    with th.edit(model, {"0": edits.replace(torch.nested.nested_tensor(new, layout=layout))}):
+        found = model(torch.nested.nested_tensor(old, layout=layout))
+        assert all(torch.equal(a, b) for a, b in zip(found.unbind(), new, strict=True))
+        with pytest.raises(
+            EditError, match=r"0#1: the edit changes the shape: expected \(2, 4\), found \(\(2, 4\), \(5"
+        ):
+            model(old[0])
+        with pytest.raises(EditError, match=r"expected \(\(2, 4\),\), found \(\(2, 4\), \(5"):
+            model(torch.nested.nested_tensor(old[:1], layout=layout))
+
+
 def fewer(value: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor([row[:1] for row in value.unbind()])
 
@@ -167,4 +243,10 @@ def test_edits_of_nested_tensors_that_make_no_sense_are_refused() -> None:
     with pytest.raises(EditError, match="mean needs dims that all rows share"), th.edit(model, {"0": edits.mean()}):
         model(nested)
     with pytest.raises(EditError, match="changes the shape"), th.edit(model, {"0": fewer}):
+        model(nested)
+    _, rec = run(model, nested, capture="0")
+    some = edits.patch(rec, positions=[0])
+    with pytest.raises(EditError, match=r"patch with positions= or mask= needs dims"), th.edit(model, {"0": some}):
+        model(nested)
+    with pytest.raises(EditError, match="changes the shape"), th.edit(model, {"0": edits.add(nested)}):
         model(nested)

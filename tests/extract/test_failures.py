@@ -82,10 +82,10 @@ def test_a_read_only_folder_is_an_error_before_any_work(tmp_path):
 def test_an_error_of_a_writer_surfaces_and_other_shards_are_kept(tmp_path, monkeypatch):
     real = shards.encode
 
-    def fail(tensors, metadata):
+    def fail(tensors, metadata, *version):
         if metadata["shard"] == "4":
             raise OSError(errno.EIO, "Input/output error")
-        return real(tensors, metadata)
+        return real(tensors, metadata, *version)
 
     monkeypatch.setattr(shards, "encode", fail)
     with pytest.raises(OSError, match="Input/output error"):

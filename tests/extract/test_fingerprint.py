@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.extract import jobs
 from torchhook import transforms
-from torchhook._extract.fingerprint import of_model
+from torchhook._extract import fingerprint
+from torchhook._extract.fingerprint import contents, of_model
 from torchhook._extract.function_fingerprint import of_function
 
 
@@ -38,6 +41,28 @@ def test_buffers_and_odd_dtypes_count():
     known = of_model(holder)
     holder.d[2] = 1
     assert of_model(holder) != known
+
+
+@pytest.mark.parametrize("items", [0, 1, 3, 131_071, 131_072, 131_073, 400_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
+def test_the_contents_of_a_tensor_are_sums_that_python_gets_by_hand(items, dtype):
+    tensor = torch.randint(-100, 100, (items,)).to(dtype)
+    raw = tensor.numpy().tobytes()
+    width = 8 if len(raw) % 8 == 0 and raw else tensor.element_size()
+    signed = not (width == 1 and dtype == torch.uint8)
+    numbers = np.frombuffer(raw, f"<{'i' if signed else 'u'}{width}").tolist()
+    weights = [(i * 0x9E3779B97F4A7C15) & (2**64 - 1) for i in range(1, 131_073)]
+    weights = [(w ^ (w >> 32)) | 1 for w in weights]
+    blocks = [numbers[low : low + 131_072] for low in range(0, len(numbers), 131_072)] or [[]]
+    sums = [sum(map(operator.mul, block, weights)) % 2**64 for block in blocks]
+    expected = hashlib.sha256(np.array(sums, dtype="<u8").tobytes()).hexdigest()[:16]
+    assert contents(tensor) == expected
+
+
+def test_blocks_that_are_summed_together_give_the_same_as_one_by_one():
+    flat = torch.randint(-(2**62), 2**62, (131_072 * 3 + 17,))
+    of_device = flat.as_subclass(type("Elsewhere", (torch.Tensor,), {}))  # not by numpy
+    assert np.array_equal(fingerprint._sums(flat), fingerprint._sums(of_device))
 
 
 def scale(value, by=2):

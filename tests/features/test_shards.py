@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 
 from torchhook._features import shards
+from torchhook._recording import tensor_file
 from torchhook.errors import BrokenShardError
 
 TENSORS = {
@@ -21,9 +23,9 @@ TENSORS = {
 }
 
 
-@pytest.fixture
-def data() -> bytes:
-    return b"".join(shards.encode(TENSORS, {"shard": "0"}))
+@pytest.fixture(params=[2, 3], ids=["format 2", "format 3"])
+def data(request) -> bytes:
+    return b"".join(shards.encode(TENSORS, {"shard": "0"}, request.param))
 
 
 def reader(data: bytes):
@@ -48,8 +50,17 @@ def test_every_tensor_starts_at_a_multiple_of_its_item_size(data):
         assert first % tensor.element_size() == 0
 
 
-def test_the_same_rows_are_the_same_bytes(data):
-    assert b"".join(shards.encode({k: v.clone() for k, v in TENSORS.items()}, {"shard": "0"})) == data
+def test_the_same_rows_are_the_same_bytes():
+    one, other = ({name: tensor.clone() for name, tensor in TENSORS.items()} for _ in range(2))
+    assert b"".join(shards.encode(one, {"shard": "0"})) == b"".join(shards.encode(other, {"shard": "0"}))
+
+
+def test_the_checksum_covers_what_the_header_says_and_the_bytes_after_it():
+    data = b"".join(shards.encode(TENSORS, {"shard": "0"}))
+    found = shards.check("x", reader(data), len(data))
+    signed = tensor_file.signed(found.entries, found.metadata)
+    whole = xxhash.xxh3_64_hexdigest(signed + data[found.start :])
+    assert found.checksum == f"{xxhash.xxh3_64_hexdigest(signed)}-{whole}"
 
 
 def test_a_header_longer_than_the_first_read_is_read_whole():

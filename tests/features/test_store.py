@@ -53,7 +53,7 @@ def test_shards_are_committed_once_and_the_others_are_missing(tmp_path):
     again = commit(store, 1)
     assert not again.ours
     assert again.entry[:3] == (1, 4, path.stat().st_size)
-    assert again.entry.crc32 == store.header(1, path.stat().st_size).crc32
+    assert again.entry.checksum == store.header(1, path.stat().st_size).checksum
     assert store.missing(MANIFEST) == [0, 2]
     assert store.sizes() == {1: path.stat().st_size}
     assert torch.equal(load_file(path)["a"], torch.ones(4, 2))

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from tests.models import Nasty
 from torchhook import transforms
+from torchhook._extract import task
 from torchhook._extract.api import extract
-from torchhook._extract.fingerprint import of_model
+from torchhook._extract.batches import Batch
+from torchhook._extract.fingerprint import contents, of_model
 from torchhook._features.api import open_features
 
 try:
@@ -110,3 +112,34 @@ def test_buffers_of_a_model_that_moved_are_the_same_objects_afterwards() -> None
         assert torch.allclose(features["1"][:], model.eval()(x), atol=1e-2)
     assert all(buffer is before[name][0] for name, buffer in model.named_buffers())
     assert all(torch.equal(buffer, before[name][1]) for name, buffer in model.named_buffers())
+
+
+def test_a_fingerprint_is_the_same_on_both_devices() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for items in (0, 5, 131_072 * 8, 131_072 * 70 + 3, 131_072 * 130):
+            tensor = torch.randint(-100, 100, (items,)).to(dtype)
+            assert contents(tensor) == contents(tensor.cuda()), (dtype, items)
+
+
+def test_no_batch_waits_for_the_device() -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(inplace=True)).cuda().eval(), torch.randn(2048, 256)
+    batch, seen = task._Run._batch, []
+
+    def watched(run: task._Run, one: Batch) -> None:
+        seen.append(one.start)
+        torch.cuda.set_sync_debug_mode("error" if len(seen) > 2 else "default")
+        try:
+            batch(run, one)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    task._Run._batch = watched  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            features = extract(model, x, "0", folder, batch_size=64, rows_per_shard=256, progress=False)
+            with torch.no_grad():
+                assert torch.allclose(features["0"][:], model[0](x.cuda()).cpu(), atol=1e-2)
+    finally:
+        task._Run._batch = batch  # type: ignore[method-assign]
+    assert len(seen) == 32

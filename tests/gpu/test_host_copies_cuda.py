@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import torch
+from torch import nn
 
+import torchhook as th
 from torchhook._values.host_copies import HostCopies
 
 try:
@@ -61,3 +64,96 @@ def test_a_source_is_held_until_its_copy_is_done() -> None:
     gc.collect()
     assert alive() is None
     assert bool((host == 1).all())
+
+
+class Slow(nn.Module):
+    """Its value is made long after the call has returned, and then overwritten by the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2048, 2048), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(100_000_000)
+        return self.second(self.first(x)).mul_(3)
+
+
+def test_what_is_read_after_the_session_is_whole_though_closing_it_did_not_wait() -> None:
+    torch.manual_seed(0)
+    model, x = Slow().cuda(), torch.randn(4096, 2048, device="cuda")
+    with torch.no_grad():
+        expected = model.first(x).cpu()
+        with th.capture(model, "first", device="cpu") as rec:
+            model(x)  # kernels are loaded, and there is pinned memory
+        del rec
+        torch.cuda.synchronize()
+        with th.capture(model, "first", device="cpu") as rec:
+            model(x)
+        over = torch.cuda.Event()
+        over.record()
+        assert not over.query()  # the host is here before the device is
+        assert torch.equal(rec["first"], expected)
+
+
+def test_a_session_that_is_over_holds_no_memory_of_the_device() -> None:
+    model, x = Slow().cuda(), torch.randn(4096, 2048, device="cuda")
+    with torch.no_grad():
+        model(x)
+        torch.cuda.synchronize()
+        before, kept = torch.cuda.memory_allocated(), []
+        for _ in range(5):
+            with th.capture(model, "first", device="cpu") as rec:
+                model(x)
+            kept.append(rec)  # and not read
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+        expected = model.first(x).cpu()
+        assert all(torch.equal(rec["first"], expected) for rec in kept)
+
+
+def test_memory_that_is_given_out_again_after_the_session_is_written_after_the_copy() -> None:
+    model, x = Slow().cuda(), torch.randn(4096, 2048, device="cuda")
+    with torch.no_grad():
+        expected = model.first(x).cpu()
+        with th.capture(model, "first", device="cpu") as rec:
+            model(x)
+        for _ in range(20):  # whatever was freed is overwritten
+            torch.full((4096, 2048), -1.0, device="cuda")
+        assert torch.equal(rec["first"], expected)
+
+
+def test_values_of_many_threads_are_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=True)).cuda()
+    inputs = [torch.randn(256, 512, device="cuda") for _ in range(6)]
+    with torch.no_grad():
+        expected = [model[0](x).cpu() for x in inputs]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(30):
+                with th.capture(model, "0", device="cpu") as rec:
+                    model(inputs[number])
+                if not torch.allclose(rec["0"], expected[number], atol=1e-2):
+                    wrong.append(number)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_maps_of_attention_on_their_way_to_the_host_are_waited_for() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 8, batch_first=True).cuda()
+    x = torch.randn(16, 256, 256, device="cuda")
+    expected = th.attention(layer, x)
+    torch.cuda._sleep(100_000_000)
+    found = th.attention(layer, x, device="cpu")
+    for name in expected:
+        assert found[name].device.type == "cpu"
+        assert torch.equal(found[name], expected[name].cpu()), name

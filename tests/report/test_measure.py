@@ -91,3 +91,10 @@ def test_the_histogram_of_a_large_constant_counts_all() -> None:
     assert found is not None
     assert sum(found.counts) == 50
     assert found.low < 1e20 < found.high
+
+
+def test_the_rows_of_a_nested_tensor_are_taken_together() -> None:
+    rows = [torch.arange(4.0).view(2, 2), torch.arange(6.0).view(3, 2)]
+    found = numbers(torch.nested.nested_tensor(rows, layout=torch.jagged))
+    assert found is not None
+    assert (found.elements, found.max, found.mean) == (10, 5.0, pytest.approx(2.1))

@@ -62,6 +62,56 @@ def test_units_that_live_once_in_the_window_are_not_dead() -> None:
     assert [shot.sites["0"]["dead"] for shot in w.history][:4] == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_a_dead_rectifier_is_one_alarm_that_names_what_it_blocks() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 5), nn.Linear(5, 2)]
+    nn.init.constant_(layers[1].bias, -100.0)
+    model = nn.Sequential(*layers)
+    messages, alarms = alarms_of(model, torch.rand(2, 3), steps=7, alarms=Alarms(window=3))
+    assert [(alarm.site, alarm.kind, alarm.step) for alarm in alarms] == [("2", "dead", 2)]
+    assert (
+        "4 of 4 units were zero in each of the last 3 measured steps that it ran in (units 0, 1, 2, 3)" in messages[0]
+    )
+    zero = [f"{name!r}" for name, p in model.named_parameters() if p.dim() > 1 and not p.grad.any()]
+    assert zero == ["'0.weight'", "'1.weight'", "'3.weight'"]
+    assert f"In the last of them, 3 gradients are exactly 0: {', '.join(zero)}." in messages[0]
+
+
+def test_a_rectifier_that_is_not_judged_hides_no_gradient_that_vanishes() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    nn.init.constant_(model[0].bias, -100.0)
+    for options in ({"alarms": Alarms(window=2, dead_units=False)}, {"alarms": Alarms(window=2), "exclude": "1"}):
+        _, alarms = alarms_of(model, torch.rand(2, 3), steps=3, **options)
+        assert [(alarm.site, alarm.kind) for alarm in alarms] == [("0.weight", "vanishing"), ("2.weight", "vanishing")]
+
+
+def test_gradients_that_vanish_beside_a_living_rectifier_are_said_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    nn.init.zeros_(model[2].weight)
+    with torch.no_grad():
+        model[0].bias += 1.0
+    _, alarms = alarms_of(model, torch.rand(2, 3), steps=3, alarms=Alarms(window=2))
+    assert [(alarm.site, alarm.kind) for alarm in alarms] == [("0.weight", "vanishing")]
+
+
+def test_a_layer_that_is_skipped_is_dead_only_after_a_window_of_its_own() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu = nn.ReLU()
+            self.other = nn.Identity()
+
+        def forward(self, x: Tensor, run: bool) -> Tensor:
+            return self.relu(x) if run else self.other(x)
+
+    model = Sometimes()
+    with warned() as seen, watch(model, alarms=Alarms(window=3)) as w:
+        for step in range(8):
+            model(-torch.ones(2, 4), step % 3 == 0)
+    assert [(alarm.site, alarm.step) for alarm in w.alarms] == [("relu", 6)]
+    assert len(seen) == 1
+
+
 def test_weights_that_begin_at_zero_do_not_explode_but_may_later() -> None:
     class Adapter(nn.Module):
         def __init__(self) -> None:

@@ -90,16 +90,41 @@ def test_a_csv_file_is_continued_with_one_header_even_after_a_torn_line(tmp_path
         with path.open("ab") as file:
             file.write(b"7,torn")
     lines = path.read_text().splitlines()
-    assert lines[0].startswith("step,site,mean,std")
-    assert [line.split(",")[0] for line in lines] == ["step", "0", "7", "1", "7"]
-    assert float(lines[1].split(",")[2]) == pytest.approx(model_output.mean().item(), rel=1e-4)
+    assert lines[0].startswith("run,step,site,mean,std")
+    assert [line.split(",")[:2] for line in lines[1:]] == [["0", "0"], ["7", "torn"], ["1", "1"], ["7", "torn"]]
+    assert float(lines[1].split(",")[3]) == pytest.approx(model_output.mean().item(), rel=1e-4)
+
+
+def test_runs_that_share_a_csv_file_can_be_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "watch.csv"
+    for steps in (2, 1):
+        model = mlp()
+        with watch(model, "5", log=path, parameters=False):
+            for _ in range(steps):
+                model(X)
+    # Two at once: each is a run of its own, whoever writes last.
+    models = mlp(), mlp()
+    with watch(models[0], "5", log=path, parameters=False), watch(models[1], "5", log=path, parameters=False):
+        for model in (*models, *models):
+            model(X)
+    with path.open(newline="") as file:
+        rows = [(row["run"], row["step"]) for row in csv.DictReader(file)]
+    assert rows[:3] == [("0", "0"), ("0", "1"), ("1", "0")]
+    assert sorted(rows[3:]) == [("2", "0"), ("2", "1"), ("3", "0"), ("3", "1")]
+
+
+def test_a_csv_file_without_runs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "old.csv"
+    path.write_text("step,site,mean\n0,5,0.1\n")
+    with pytest.raises(ValueError, match=r"expected run,step,site,mean, found step,site,mean\. Give another path"):
+        watch(mlp(), log=path, statistics=["mean"])
 
 
 def test_a_csv_file_with_other_columns_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "watch.csv"
     path.write_text("step,site,loss\n")
     model = mlp()
-    with pytest.raises(ValueError, match=r"expected step,site,mean, found step,site,loss"):
+    with pytest.raises(ValueError, match=r"expected run,step,site,mean, found step,site,loss"):
         watch(model, log=path, statistics=["mean"])
     assert hooks_on(model) == 0
 

@@ -140,6 +140,19 @@ def test_histograms_are_those_of_numpy() -> None:
     assert found.edges == pytest.approx(edges.tolist(), rel=1e-5)
 
 
+def test_histograms_of_gradients_are_taken_at_gradient_sites() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
+    outputs: list[Tensor] = []
+    model[0].register_forward_hook(lambda m, a, out: outputs.append(out) or out.retain_grad())
+    with watch(model, "0:grad", "2.weight:grad", statistics=["histogram"], bins=8, parameters=False) as w:
+        model(torch.randn(16, 20)).square().sum().backward()
+    for site, gradient in (("0:grad", outputs[0].grad), ("2.weight:grad", model[2].weight.grad)):
+        counts, edges = np.histogram(gradient.double().numpy(), bins=8)
+        assert np.abs(np.array(w.last[site]["histogram"].counts) - counts).sum() <= 2
+        assert w.last[site]["histogram"].edges == pytest.approx(edges.tolist(), rel=1e-5)
+
+
 def test_histograms_of_several_calls_lose_nobody() -> None:
     class Thrice(nn.Module):
         def __init__(self) -> None:

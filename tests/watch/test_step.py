@@ -244,3 +244,20 @@ def test_on_a_gpu_a_step_waits_for_nothing_until_its_end() -> None:
         torch.cuda.set_sync_debug_mode("default")
     w.close()
     assert_close(w.last["5"], expected, rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_the_elements_of_nested_tensors_are_measured(layout: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    rows = [torch.randn(2, 3), torch.randn(5, 3)]
+    with watch(model, gradients=False) as w, torch.no_grad():
+        model(torch.nested.nested_tensor(rows, layout=layout))
+    for site, end in (("0", 1), ("1", 2), ("2", 3)):
+        flat = torch.cat([model[:end](row).detach().flatten() for row in rows]).double()
+        found = w.last[site]
+        assert found["mean"] == pytest.approx(flat.mean().item(), rel=1e-5)
+        assert found["std"] == pytest.approx(flat.std(correction=0).item(), rel=1e-5)
+        assert found["zeros"] == pytest.approx((flat == 0).double().mean().item())
+        assert found["norm"] == pytest.approx(flat.norm().item(), rel=1e-5)

@@ -24,7 +24,7 @@ from torchhook._core.select import Target
 from torchhook._recording.address import Site
 from torchhook._torch_hooks import Undo, put_after, put_before
 from torchhook._values import tree
-from torchhook.errors import SessionError
+from torchhook.errors import EditError, SessionError
 
 Transform = Callable[[Any], Any]
 
@@ -177,6 +177,14 @@ class _StaticTap(taps.Tap):
         return value
 
     def _edited(self, value: Any) -> Any:
+        if not _torch_compiler.in_trace():
+            return self._changed(value)
+        try:
+            return self._changed(value)
+        except EditError as error:
+            raise _torch_compiler.refused(EditError, error.args[0]) from None
+
+    def _changed(self, value: Any) -> Any:
         for change in self.changes:
             new = change(value, self.site)
             if new is not None:

@@ -136,7 +136,7 @@ class Featured(Facade):
 
     def _in_session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
         if _torch_compiler.in_compiled_code():
-            raise SessionError(_NOT_COMPILED)
+            raise _torch_compiler.refused(SessionError, _NOT_COMPILED)
         index, output = Index(self.model), None
         wanted, changes = self._targets(index), self._changes(index)
         session = Session(self.model, index=index)
@@ -167,7 +167,7 @@ class Featured(Facade):
         for path, key, call in self._attached.features:
             values = kept.values[key]
             if len(values) > 1 and call is None:
-                raise AmbiguousCallError(f"{path!r} ran {len(values)} times. Say which call: '{path}#0' is the first.")
+                raise _torch_compiler.refused(AmbiguousCallError, _ambiguous(path, len(values)))
             if len(values) <= (call or 0):
                 raise self._silent(path, kept)
             named.append((path, values[call or 0]))
@@ -179,7 +179,7 @@ class Featured(Facade):
     def _silent(self, path: str, kept: Kept) -> Exception:
         """The error of a layer that never ran, in the words of a session."""
         if _torch_compiler.in_trace():
-            return NeverRanError(f"{path!r} was selected and never ran. Call the wrapper uncompiled: it says why.")
+            return _torch_compiler.refused(NeverRanError, f"{path!r} was selected and never ran{_UNSEEN}")
         index = Index(self.model)
         targets = {str(target.site): (target.site.shown, target) for target, _ in self._changes(index)}
         targets |= {feature.path: feature for feature in self._targets(index)}
@@ -239,6 +239,13 @@ _COMPILED_BEFORE = (
     "(pytorch#117758). Wrap the model first, then compile: torch.compile(th.FeatureLayers(model, names, attach=True))."
 )
 
+_UNSEEN = (
+    ". Call the wrapper uncompiled: it says why, or it runs there. Then something in the model breaks the graph, and "
+    "the rest runs code that was compiled for another model of its class, without these hooks: compile with "
+    "fullgraph=True, which names the break, or set torch._dynamo.config.skip_nnmodule_hook_guards = False before "
+    "anything is compiled."
+)
+
 
 def _signed(model: nn.Module) -> Callable[..., Any]:
     """``forward`` with the arguments of a model's own."""
@@ -266,5 +273,9 @@ def _never_ran(path: str, target: Target, why: str) -> NeverRanError:
 
 def _only(values: list[Any], path: str) -> Any:
     if len(values) > 1:
-        raise AmbiguousCallError(f"{path!r} ran {len(values)} times. Say which call: '{path}#0' is the first.")
+        raise AmbiguousCallError(_ambiguous(path, len(values)))
     return values[0]
+
+
+def _ambiguous(path: str, times: int) -> str:
+    return f"{path!r} ran {times} times. Say which call: '{path}#0' is the first."

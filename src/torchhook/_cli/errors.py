@@ -9,6 +9,7 @@ _SPOKEN = {
     ),
     "pass resume=False": "add --no-resume",
     "resume=False": "--no-resume",
+    "with names=": "with --name A=B",
     "report.discard() does": "--discard does",
     "on_error='skip'": "--skip-errors",
     "retry_skipped=True": "--retry-skipped",

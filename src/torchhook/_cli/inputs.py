@@ -16,6 +16,7 @@ from torch import nn
 from torchhook._cli.errors import Trouble, short
 from torchhook._cli.models import config_of, library, own_preparation
 from torchhook._extract.api import SUFFIXES, ImageFolder
+from torchhook._recording import arrays
 from torchhook._values import tree
 
 
@@ -48,7 +49,8 @@ def load(options: Options, model: nn.Module, name: str) -> Given:
     chosen = [part for part in (options.file, options.text, options.shape) if part is not None]
     if len(chosen) != 1:
         raise Trouble(
-            "give one input: --input FILE (image, .safetensors or .txt), --text TEXT, or --shape 1x3x224x224."
+            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, or "
+            "--shape 1x3x224x224."
         )
     if options.text is not None:
         given = _text(options.text, name)
@@ -67,11 +69,11 @@ def _file(path: Path, model: nn.Module, name: str, options: Options) -> Given:
     kind = path.suffix.lower()
     if kind in SUFFIXES:
         return Given(image(path, model, name, options))
-    if kind == ".safetensors":
+    if kind in arrays.FILES:
         return Given(_tensors(path))
     if kind == ".txt":
         return _text(path.read_text("utf-8").strip(), name)
-    raise Trouble(f"{path}: an input is an image ({', '.join(sorted(SUFFIXES))}), .safetensors or .txt.")
+    raise Trouble(f"{path}: an input is an image ({', '.join(sorted(SUFFIXES))}), .safetensors, .npz, .npy or .txt.")
 
 
 def preparation(options: Options) -> dict[str, Any]:
@@ -119,8 +121,11 @@ def image(path: Path, model: nn.Module, name: str, options: Options) -> torch.Te
 
 def _tensors(path: Path) -> Any:
     try:
-        found = importlib.import_module("safetensors.torch").load_file(path)
-    except Exception as error:  # SafetensorError has no public home in older versions
+        if path.suffix.lower() == ".safetensors":
+            found = importlib.import_module("safetensors.torch").load_file(path)
+        else:
+            found = {key: torch.from_numpy(array) for key, array in arrays.of_numpy(path).items()}
+    except Exception as error:  # SafetensorError has no public home in older versions; numpy's are of all kinds
         raise Trouble(f"{path} cannot be read: {short(error)}") from error
     if not found:
         raise Trouble(f"{path} holds no tensors.")

@@ -19,13 +19,12 @@ from torchhook._core.calling import arguments
 from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
 from torchhook._layers import layers as list_layers
+from torchhook._recording import arrays
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
-from torchhook._recording.records import Recording
-from torchhook._recording.records import load as load_recording
 from torchhook._report.api import report as write_report
 from torchhook._values.tree import describe
-from torchhook.errors import RecordingFileError, suggestion
+from torchhook.errors import suggestion
 
 
 # Typer makes the options from the signature, and evaluates its annotations: what commands share is shared as types, and
@@ -168,12 +167,21 @@ def _method(cam: str) -> str | None:
         raise Trouble(f"--cam {cam}: use {', '.join(METHODS)} or none.") from None
 
 
+_SIDE = "A recording or arrays (.safetensors, .npz, .npy), a model, or a program (.pt2)."
+
+
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A recording (.safetensors), or a model.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help=_SIDE, show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
     sites: options.Layers = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="What a site or path of A is called in B, as in stem=conv1. Repeatable.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Give each module of B the inputs of A's, so that errors do not add up.")
+    ] = False,
     file: options.File = None,
     text: options.Text = None,
     shape: options.Shape = None,
@@ -184,7 +192,7 @@ def diff(
     device: options.Device = "cpu",
     json: options.Json = False,
 ) -> None:
-    """Compare two recordings, or two models on one input, and say where they first part.
+    """Compare recordings, arrays of other programs, or models on one input, and say where they first part.
 
     The exit code is 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
 
@@ -192,35 +200,76 @@ def diff(
 
       torchhook diff before.safetensors after.safetensors
 
+      torchhook diff torchvision:resnet18 onnx_outputs.npz --input x.npy --weights resnet18.safetensors
+
       torchhook diff torchvision:resnet18 torchvision:resnet18 --shape 1x3x224x224
       --weights before.safetensors --weights-b after.safetensors
     """
-    files = [side.endswith(".safetensors") for side in (a, b)]
-    if all(files):
-        _refuse(input=file, text=text, shape=shape, weights=weights, weights_b=weights_b, pretrained=pretrained)
-        # An option that has its default cannot be told from one that was left out.
-        _refuse(allow_pickle=allow_pickle, device=device != "cpu")
-        found = compare(_recording(a), _recording(b), rtol=rtol, atol=atol)
-        found = found if sites is None else _only(found, sites)
-    elif any(files):
-        raise Trouble(
-            "diff compares two recordings or two models: save a recording of the model first, with run --out."
-        )
-    else:
-        left = _model(a, weights, allow_pickle, pretrained, device)
-        right = _model(b, weights_b, allow_pickle, pretrained, device)
-        # Prepared once, for A: with an input each, it would be the inputs that differ.
-        given = inputs.load(inputs.Options(file, text, shape), left, a)
-        with console.status("running both"):
-            found = compare(left, right, given.x, sites=sites, rtol=rtol, atol=atol)
+    values = [_is_values(side) for side in (a, b)]
+    ran = {"input": file, "text": text, "shape": shape, "weights": weights, "weights_b": weights_b}
+    # An option that has its default cannot be told from one that was left out.
+    more = {"pretrained": pretrained, "local": local, "allow_pickle": allow_pickle, "device": device != "cpu"}
+    _refuse(values, **ran, **more)
+    left, right = (
+        side if held else _model(side, of, allow_pickle, pretrained, device)
+        for side, held, of in zip((a, b), values, (weights, weights_b), strict=True)
+    )
+    given = None
+    if not all(values):
+        # Prepared once, for A where it runs: with an input each, it would be the inputs that differ.
+        runs, called = (right, b) if values[0] else (left, a)
+        assert isinstance(runs, nn.Module)
+        given = inputs.load(inputs.Options(file, text, shape), runs, called).x
+    with console.status("comparing"):
+        # Sites are chosen in A where A runs, and otherwise among what was compared.
+        chosen = None if values[0] else sites
+        found = compare(left, right, given, sites=chosen, names=_names(name), rtol=rtol, atol=atol, local=local)
+    if values[0] and sites is not None:
+        found = _only(found, sites)
     _show_diff(found, json)
     raise typer.Exit(0 if found.ok else 1)
 
 
-def _refuse(**given: Any) -> None:
-    """Two recordings are compared as they are: nothing runs, so that options of a run mean nothing."""
-    if needless := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
-        raise Trouble(f"two recordings are compared as they are, without a run: leave out {', '.join(needless)}.")
+def _is_values(side: str) -> bool:
+    """Whether a side is a file of values; what looks like a file and is none is told, and not taken for a model."""
+    path = Path(side)
+    if path.suffix in arrays.FILES:
+        if not path.is_file():
+            raise Trouble(f"no file {side}.")
+        return True
+    if path.is_file() and path.suffix != ".pt2":
+        raise Trouble(
+            f"{side} is no file that diff reads: expected a recording or arrays ({', '.join(arrays.FILES)}), or a "
+            "program (.pt2). Of a model's weights say --weights."
+        )
+    return False
+
+
+def _names(given: list[str] | None) -> dict[str, str | None] | None:
+    if given is None:
+        return None
+    pairs = [text.partition("=") for text in given]
+    for here, equals, _ in pairs:
+        if not (here and equals):
+            raise Trouble(
+                f"--name {here}: give A=B, a path or address of A and what it is called in B; A= leaves it out."
+            )
+    return {here: there or None for here, _, there in pairs}
+
+
+def _refuse(values: list[bool], **given: Any) -> None:
+    """What holds values is compared as it is: options of a run mean nothing there."""
+    if not any(values):
+        return
+    meaningless = {"local"} | ({"weights"} if values[0] else set()) | ({"weights_b"} if values[1] else set())
+    if all(values):
+        meaningless = set(given)
+    needless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value and name in meaningless]
+    if needless:
+        what = (
+            "two files of values are compared as they are" if all(values) else "a file of values is compared as it is"
+        )
+        raise Trouble(f"{what}, without a run: leave out {', '.join(needless)}.")
 
 
 def _only(found: Diff, wanted: list[str]) -> Diff:
@@ -249,15 +298,6 @@ def _show_diff(found: Diff, json: bool) -> None:
         console.as_json({"same": found.ok, "first": first, "rows": [dataclasses.asdict(row) for row in found]})
     else:
         console.table(found.table())
-
-
-def _recording(path: str) -> Recording:
-    try:
-        return load_recording(path)
-    except FileNotFoundError:
-        raise Trouble(f"no recording {path}.") from None
-    except RecordingFileError as error:
-        raise Trouble(str(error)) from error
 
 
 def _model(

@@ -34,7 +34,7 @@ Random = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.", rich_help_panel=_MODEL)]
 File = Annotated[
-    Path | None, typer.Option("--input", "-i", help="An image, .safetensors or .txt.", rich_help_panel=_IN)
+    Path | None, typer.Option("--input", "-i", help="An image, .safetensors, .npz, .npy or .txt.", rich_help_panel=_IN)
 ]
 Text = Annotated[str | None, typer.Option(help="A text, for transformers: models.", rich_help_panel=_IN)]
 Shape = Annotated[str | None, typer.Option(help="Random numbers, as in 1x3x224x224.", rich_help_panel=_IN)]

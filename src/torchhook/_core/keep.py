@@ -8,7 +8,7 @@ capture costs a copy only where the model really overwrites the value. Memory th
 address when it is written, which raw pointers held elsewhere (numpy views, CUDA graphs) would not follow.
 
 *Side streams.* ``.cpu()`` in a hook makes the model wait for the transfer. ``device="cpu"`` copies CUDA
-tensors to pinned memory on a stream of its own instead; ``Keep.wait`` is the one wait at the end.
+tensors to pinned memory on a stream of its own instead; ``Keep.wait`` waits for them, when something is read.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Keep:
         self.dtype = dtype
         self.transform = transform
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
+        self.wait: Callable[[], None] = _at_once if self._to_host is None else self._to_host.wait
+        """Returns when every value that was kept can be read. It knows the copies alone: a recording may hold it."""
         self._is_plain = self.device is None and dtype is None
         self._is_fast = (
             mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
@@ -80,13 +82,14 @@ class Keep:
             and not value.is_inference()
             and not value.is_quantized
             and not in_transform()
-            and (self._to_host is None or value.is_cpu)
+            and (self._to_host is None or value.is_cpu or value.is_cuda)
             and id(value) not in (ids := self._outliving_ids or self._ids())
             and ((base := base_of(value)) is None or _is_passing(base, value, ids))
         ):
             try:
                 # data: quicker than detach, and no view is kept.
-                return lazy_clone(value.data if value.requires_grad else value)
+                kept = lazy_clone(value.data if value.requires_grad else value)
+                return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept)
             except (NotImplementedError, RuntimeError):
                 pass
         return self.value(value)
@@ -131,13 +134,10 @@ class Keep:
         return self._outliving_ids
 
     def release(self) -> None:
-        """Let go of what the model owns and was called with: nothing more will pass."""
+        """Let go of what the model owns, was called with and made: nothing more will pass."""
         self.owned_by(tuple)
-
-    def wait(self) -> None:
-        """Return when every value that was kept can be read."""
         if self._to_host is not None:
-            self._to_host.wait()
+            self._to_host.settle()
 
     def _tensor(self, tensor: Tensor) -> Tensor:
         return self._as_it_is(tensor) if self._is_plain else self._converted(tensor)
@@ -185,6 +185,10 @@ class Keep:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device
         return source if fresh else self._as_it_is(source)
+
+
+def _at_once() -> None:
+    """Nothing is on its way."""
 
 
 def _is_passing(base: Tensor, view: Tensor, outliving: frozenset[int]) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
 from torchhook._core.index import Index
+from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
@@ -88,6 +89,8 @@ def replaced(target: Target, index: Index, followed: Mapping[Site, Tensor]) -> s
     path = target.site.path
     if target.tensor is not None:
         known = followed.get(target.site)
+        if is_offloaded(target.module):
+            return ""  # a tensor without numbers stands in its place whenever its module does not run
         if known is not None and not _is_at_home(known, target.module, target.tensor, index):
             return f"{path!r} is another tensor now"
         path = path.rpartition(".")[0]
@@ -132,6 +135,11 @@ def _no_operation(target: Target, index: Index, listener: Listener) -> str:
 def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     if target.tensor is not None and not live_tensor(target).requires_grad:
         return "it does not require a gradient."
+    if target.tensor is not None and is_offloaded(target.module):
+        return (
+            "it is offloaded by accelerate, which loads a copy for each call and drops it with its gradient. Load the "
+            "model whole to train it, or capture the gradients of activations."
+        )
     if tap.lacked_gradient:
         return "its value needs no gradient: it was computed under no_grad, or from nothing that requires one."
     if passing is not tap and not passing.ran:

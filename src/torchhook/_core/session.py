@@ -12,7 +12,7 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import functional, hooks, never_ran, passing
+from torchhook._core import functional, hooks, never_ran, passing, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
@@ -195,6 +195,7 @@ class Session:
                 keep.owned_by(self.index.owned, self.index.plain_ids)
             hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
             attachment.defer(taps.let_go)
+            wiring.opened[id(taps)] = taps
             attachment.defer(scope.leave)
             if self.gathers is not None:
                 attachment.defer(self.gathers.close)
@@ -266,7 +267,6 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self.recording.finish()
         self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(

@@ -46,9 +46,10 @@ def diff(
     '2'
 
     A side is a model, a program of ``torch.export`` or its ``.pt2`` file, a recording, or what another framework
-    computed: a mapping of arrays by address, an ``.npz`` or ``.safetensors`` file. What only B has is listed and is no
-    difference. Models run once, in the modes they are in (nothing is set to eval mode) and from the same random
-    numbers. They and the process are left as they were: modes, buffers, caches, gradients.
+    computed: a mapping of arrays by address, an ``.npz`` or ``.safetensors`` file, or an ``.npy`` file with the model's
+    output. What only B has is listed and is no difference. Models run once, in the modes they are in (nothing is set to
+    eval mode) and from the same random numbers. They and the process are left as they were: modes, buffers, caches,
+    gradients.
 
     Args:
         a: the reference.

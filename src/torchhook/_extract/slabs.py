@@ -22,6 +22,14 @@ NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 """A cast to these may overflow."""
 
 
+# The bits that are all set in what is no finite number of a dtype, and in no other.
+_NOT_FINITE = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float8_e5m2: 0x7C,
+    torch.float8_e4m3fn: 0x7F,
+}
+_IN_CACHE = 1 << 17  # items that are looked at together
 _LARGEST = {dtype: torch.iinfo(dtype).max for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64)}
 
 
@@ -174,27 +182,33 @@ class Slab:
 def bad_rows(slab: Slab, column: Fixed | Ragged, overflow: bool) -> list[int]:
     """Rows with a NaN in them, or, where a cast may overflow, an infinity."""
     data = column.tensors(slab.rows)[column.spec.name]
-    if not data.is_floating_point() or not data.numel():
-        return []
-    if data.dtype.itemsize == 1:
-        data = data.to(torch.float16)  # no reductions for eight bits
-    if _looks_finite(data):
+    if not data.is_floating_point() or not data.numel() or _looks_finite(data):
         return []
     test = (lambda t: ~torch.isfinite(t)) if overflow else torch.isnan
-    if isinstance(column, Fixed):
-        found = [i for i in range(slab.rows) if bool(test(data[i].float()).any())]
-    else:
-        found = [i for i in range(slab.rows) if bool(test(column.row(i).float()).any())]
-    return [row for row in found if row not in slab.skipped]
+    # A few at a time: the answer, and the wider numbers that are asked, take memory.
+    step = max(1, _IN_CACHE * len(data) // data.numel())
+    found = [test(_wide(part)).reshape(len(part), -1).any(1) for part in data.split(step)]
+    items = torch.cat(found).nonzero().squeeze(1)
+    if isinstance(column, Ragged):
+        items = torch.searchsorted(column.offsets[1 : slab.rows + 1], items, right=True).unique()
+    return [row for row in items.tolist() if row not in slab.skipped]
+
+
+def _wide(data: Tensor) -> Tensor:
+    """Of a dtype that can be asked what its numbers are; a wide one stays, or its largest would be infinite."""
+    return data if data.dtype.itemsize >= 4 else data.float()
 
 
 def _looks_finite(data: Tensor) -> bool:
-    """One fast pass: the sum of finite numbers is finite, unless it overflows."""
-    if data.dtype in (torch.float32, torch.float64):
-        # By numpy: torch would start threads of its own for this one, which take the cores from the model.
+    """One fast pass: the sum of finite numbers is finite, unless it overflows; of short ones the bits tell."""
+    # By numpy: torch would start threads of its own for this, which take the cores from the model.
+    marks = _NOT_FINITE.get(data.dtype)
+    if marks is None:
         with np.errstate(all="ignore"):
             return bool(np.isfinite(data.numpy().sum(dtype=np.float32)))
-    return bool(torch.isfinite(data.sum(dtype=torch.float32)))
+    bits = data.reshape(-1).view(torch.uint8 if data.dtype.itemsize == 1 else torch.int16).numpy()
+    parts = (bits[low : low + _IN_CACHE] & marks for low in range(0, len(bits), _IN_CACHE))
+    return all(int(part.max()) < marks for part in parts)
 
 
 def check_values(slab: Slab, first_row: int, narrow: Collection[str], skip: bool) -> None:
@@ -206,7 +220,7 @@ def check_values(slab: Slab, first_row: int, narrow: Collection[str], skip: bool
         bad = bad_rows(slab, column, overflow)
         if not bad:
             continue
-        value = bool(torch.isnan(column.row(bad[0]).float()).any())
+        value = bool(torch.isnan(_wide(column.row(bad[0]))).any())
         what = "NaN" if value else f"infinity after the cast to {column.spec.dtype}"
         if overflow and column.spec.dtype == SATURATES:
             what, value = f"NaN, or infinity after the cast to {SATURATES}", False

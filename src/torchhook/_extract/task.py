@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from torchhook._values.host_copies import HostCopies
 from torchhook.errors import ExtractError, note
 
 SLABS = 4  # one that is being filled, and one for each of three writers
+AHEAD = 3
+"""So many batches wait for a GPU at most: each of them has memory there, and pinned memory here."""
 Wanted = Callable[[int], bool]
 
 
@@ -137,6 +140,7 @@ class _Run:
         self.open: dict[int, Slab] = {}
         self.first, task.first = task.first, None  # needed once
         self.stored: dict[int, int] | None = None
+        self.started: deque[torch.cuda.Event] = deque()
 
     def over(self, spans: list[tuple[int, int]], passed: Callable[[int], None]) -> int:
         end = 0
@@ -153,9 +157,21 @@ class _Run:
             self._batch(batch)
             end = batch.start + batch.span
             passed(batch.span)
+            del batch  # before the next one is loaded
+            self._keep_pace()
         for shard in sorted(self.open):
             self._submit(shard)  # the last one of a stream is only as long as the stream
         return end
+
+    def _keep_pace(self) -> None:
+        """Stay only a few batches ahead of the device: nothing else would stop a loader that is faster."""
+        if self.device.type != "cuda":
+            return
+        # The oldest event has been waited for, and is used again.
+        event = self.started.popleft() if len(self.started) > AHEAD else torch.cuda.Event()
+        event.synchronize()
+        event.record(torch.cuda.current_stream(self.device))
+        self.started.append(event)
 
     def _batch(self, batch: Batch) -> None:
         end = batch.start + batch.span

@@ -130,5 +130,5 @@ class Writer:
         if slab.skipped:
             # Sorted: rows are skipped in any order, and the same rows must be the same bytes.
             metadata["skipped"] = json.dumps({str(row): slab.skipped[row] for row in sorted(slab.skipped)})
-        entry, ours = self._store.commit(slab.shard, slab.tensors(), metadata)
+        entry, ours = self._store.commit(slab.shard, slab.tensors(), metadata, self._manifest.version)
         self._done(Done(entry, ours, first))

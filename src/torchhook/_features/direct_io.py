@@ -41,8 +41,11 @@ _MOST_BYTES = 1 << 30  # for one write; macOS takes 2 GiB less a byte, and Linux
 def empty(shape: Sequence[int], dtype: torch.dtype, pin: bool = False) -> Tensor:
     """Memory for a tensor that begins where a block can."""
     nbytes = math.prod(shape) * dtype.itemsize
-    # Torch cannot be asked for an alignment: a block more, of which the beginning is left out.
-    room = torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=pin)
+    # Pinned memory is whole pages. Not a byte more than is needed: torch rounds it up to a power of two.
+    room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pin else None
+    if room is None or room.data_ptr() % BLOCK:
+        # Torch cannot be asked for an alignment: a block more, of which the beginning is left out.
+        room = torch.empty(nbytes + BLOCK, dtype=torch.uint8, pin_memory=pin)
     skip = -room.data_ptr() % BLOCK
     return room[skip : skip + nbytes].view(dtype).view(tuple(shape))
 

@@ -1,6 +1,7 @@
 """``store.json`` of every version of TorchHook, in today's words, and the checksum that tells if it was altered.
 
-Format 1 called the sites ``layers`` at first, and had no checksum; its shards do not say which run they belong to.
+Format 1 called the sites ``layers`` at first, and had no checksum; its shards do not say which run they belong to. The
+shards of formats 1 and 2 have a CRC32, those of format 3 an XXH3.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FORMAT = "torchhook-features"
-VERSION = 2
+VERSION = 3
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     shard: int
     rows: int
     size: int
-    crc32: str
+    checksum: str
     skipped: dict[str, str]
     plan: str = ""
     """The digest of the run that it belongs to, where its header has one."""
@@ -47,7 +47,7 @@ def of_header(shard: int, header: shards.Header) -> Entry:
     about = header.metadata
     try:
         skipped = dict(json.loads(about.get("skipped", "{}")))
-        return Entry(shard, int(about["rows"]), header.size, header.crc32, skipped, about.get("plan", ""))
+        return Entry(shard, int(about["rows"]), header.size, header.checksum, skipped, about.get("plan", ""))
     except (KeyError, ValueError, TypeError) as error:
         raise BrokenShardError(f"{shards.name_of(shard)}: the header does not tell its rows: altered.") from error
 

@@ -142,13 +142,13 @@ class OpenShards:
     def _same(self, shard: int, header: shards.Header) -> None:
         """A shard must still be the one that the index knew when the store was opened, which read no shard."""
         known = self.entries.get(shard)
-        if known is None or known.crc32 == header.crc32:
+        if known is None or known.checksum == header.checksum:
             return
         plan = header.metadata.get("plan", "")
         which = "a shard of another run" if plan != known.plan else "another shard than the store was finished with"
         raise BrokenShardError(
-            f"{self.storage.url}: {shards.name_of(shard)} is {which} (checksum {header.crc32}, the index has "
-            f"{known.crc32}). If it was made again since, open the store again. {REPAIR}"
+            f"{self.storage.url}: {shards.name_of(shard)} is {which} (checksum {header.checksum}, the index has "
+            f"{known.checksum}). If it was made again since, open the store again. {REPAIR}"
         )
 
 

@@ -138,9 +138,14 @@ class Store:
         """The shards that are not there; ``None`` while nobody knows how many there will be."""
         return whole.missing(self.contents(whole, own).sizes)
 
-    def commit(self, shard: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Commit:
-        """Write a shard, whole or not at all. One of the same run that is there already stays as it is."""
-        chunks = shards.encode(tensors, metadata)
+    def commit(
+        self, shard: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], version: int = formats.VERSION
+    ) -> Commit:
+        """Write a shard, whole or not at all. One of the same run that is there already stays as it is.
+
+        ``version`` is the format of the store, which may be one that was begun by an earlier TorchHook.
+        """
+        chunks = shards.encode(tensors, metadata, version)
         name, nbytes = shards.name_of(shard), sum(map(len, chunks))
         ours = self.storage.create(name, chunks)
         if not ours:

@@ -94,8 +94,8 @@ def _problem(
     # Killed after its last shard and before the manifest learned of the end, a stream leaves a short one.
     partial = found.rows is None and shard == expected - 1
     why = _strange(found, shard, header, shard >= expected, partial)
-    if why is None and known is not None and known.crc32 != header.crc32:
-        why = f"has the checksum {header.crc32}, and {index.NAME} has {known.crc32}."
+    if why is None and known is not None and known.checksum != header.checksum:
+        why = f"has the checksum {header.checksum}, and {index.NAME} has {known.checksum}."
     return None if why is None else Problem(shard, "foreign", f"{name} {why}")
 
 

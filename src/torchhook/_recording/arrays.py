@@ -23,7 +23,7 @@ from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook.errors import MissingRecordError, RecordingFileError
 
-FILES = (".safetensors", ".npz")
+FILES = (".safetensors", ".npz", ".npy")
 
 
 def recording(arrays: Mapping[str, Any], name: str = "", known: Collection[str] = ()) -> Recording:
@@ -51,11 +51,13 @@ def _site(key: str, known: Collection[str]) -> Site:
 
 
 def read(path: str | os.PathLike[str], known: Collection[str] = ()) -> Recording:
-    """The recording in a file: torchhook's own, or the arrays of a safetensors or npz file."""
+    """The recording in a file: torchhook's own, or the arrays of a safetensors or npz file.
+
+    An npy file has one array without a name, and is taken for the model's output.
+    """
     path = Path(path)
-    if path.suffix == ".npz":
-        with _archive(path) as file:
-            return recording({key: _entry(path, file, key) for key in file.files}, path.name, known)
+    if path.suffix in (".npz", ".npy"):
+        return recording(of_numpy(path), path.name, known)
     if path.suffix != ".safetensors":
         raise RecordingFileError(
             f"{path} is no file of arrays that can be read here: expected {' or '.join(FILES)}. Load it yourself and "
@@ -72,11 +74,19 @@ def read(path: str | os.PathLike[str], known: Collection[str] = ()) -> Recording
         raise RecordingFileError(f"{path} is no safetensors file: {error}.") from error
 
 
-def _archive(path: Path) -> Any:
+def of_numpy(path: Path) -> dict[str, Any]:
+    """The arrays of an npz file by their names; that of an npy file under none."""
+    if path.suffix == ".npy":
+        try:
+            with path.open("rb") as file:
+                return {"": np.lib.format.read_array(file, allow_pickle=False)}
+        except (ValueError, EOFError) as error:
+            raise RecordingFileError(f"{path} is no npy file that can be read without pickle: {error}") from error
     # numpy takes what is no archive for pickled objects, and says to allow them.
     if path.exists() and not zipfile.is_zipfile(path):
         raise RecordingFileError(f"{path} is no npz file, as np.savez writes it, or a damaged one.")
-    return np.load(path, allow_pickle=False)
+    with np.load(path, allow_pickle=False) as archive:
+        return {key: _entry(path, archive, key) for key in archive.files}
 
 
 def _entry(path: Path, file: Any, key: str) -> Any:

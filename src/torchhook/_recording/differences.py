@@ -15,6 +15,7 @@ from torchhook._recording.tables import Table
 from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook._values import tree
 from torchhook._values.elements import readable
+from torchhook._values.subclasses import is_part
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
@@ -204,6 +205,11 @@ def compare(
         # Of nothing, everything would be the same.
         raise MissingRecordError("names leaves every site of A out: nothing is left to compare.")
     rows.sort(key=lambda row: row[0])
+    if any(_PART in row.note for _, row in rows):
+        notes = [
+            *notes,
+            f"{_PART}: of a DTensor, what lies on this rank was compared; record with gather='full' for all",
+        ]
     return Diff([row for _, row in rows], f"Diff of {a.model_name or 'A'} and {b.model_name or 'B'}", notes)
 
 
@@ -230,6 +236,8 @@ def _address(recording: Recording, record: Record) -> str:
     return str(record.site.but(call=record.call) if several else record.site)
 
 
+_PART = "this rank's part"
+
 # -- one row --------------------------------------------------------------------------------------
 
 
@@ -255,6 +263,8 @@ def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
             worst, leaf = numbers, address
     if mismatches and status == "same":
         status = "differs"
+    if any(is_part(tensor) for value in (a.value, b.value) for tensor in tree.tensors(value)):
+        notes.append(_PART)
     if nans != (0, 0):
         notes.append(f"NaN: {nans[0]} in A, {nans[1]} in B")
     if status == "differs" and leaf:

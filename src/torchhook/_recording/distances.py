@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import tree
-from torchhook._values.subclasses import local
+from torchhook._values.subclasses import is_distributed, is_partial, local, placed_like
 
 
 class Numbers(NamedTuple):
@@ -38,12 +38,12 @@ def paired(a: Any, b: Any) -> tuple[list[tuple[str, Tensor, Tensor]], str | None
     if tensors_a.keys() == tensors_b.keys():
         if not tensors_a and (odd := _plain_difference(ones, twos)):
             return [], odd
-        return [(address, t, tensors_b[address]) for address, t in tensors_a.items()], None
+        return [(address, *_here(t, tensors_b[address])) for address, t in tensors_a.items()], None
     sentence = f"{tree.describe(a)} in A, {tree.describe(b)} in B"
     if len(tensors_a) != len(tensors_b):
         return [], sentence
     both = zip(tensors_a.items(), tensors_b.values(), strict=True)
-    pairs = [(address, one, two) for (address, one), two in both]
+    pairs = [(address, *_here(one, two)) for (address, one), two in both]
     return (pairs if all(shape(one) == shape(two) for _, one, two in pairs) else []), sentence
 
 
@@ -63,7 +63,17 @@ def _plain_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub":
         return torch.from_numpy(np.ascontiguousarray(leaf))
-    return local(leaf) if isinstance(leaf, Tensor) else leaf
+    return leaf
+
+
+def _here(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+    """What of both lies on this rank: of a whole one, what belongs beside the part of the other."""
+    if is_partial(one) or is_partial(two):
+        return one, two  # summands are no elements: nobody can read them
+    if is_distributed(one) != is_distributed(two) and one.shape == two.shape:
+        with torch.no_grad():
+            one, two = placed_like(one, two), placed_like(two, one)
+    return local(one), local(two)
 
 
 def shape(tensor: Tensor) -> Any:

@@ -134,12 +134,6 @@ class Recording:
         for wait in self._waits:
             wait()
 
-    def finish(self) -> None:
-        """Wait one last time: nothing more will come."""
-        self.wait()
-        # They belong to what kept the values, and that knows the model's tensors.
-        self._waits.clear()
-
     def clear(self) -> None:
         """Forget every record; the sites stay open."""
         for rows in self._rows.values():

@@ -27,6 +27,7 @@ from torchhook._report.timing import seconds
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
+from torchhook._values.subclasses import is_part
 from torchhook._values.targets import Goal, is_function
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
@@ -90,6 +91,7 @@ def collect(
             notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
         elif picture is not None and cam is not None:
             _overlay(model, given, target, found, cam, cam_layer, classes, picture, notes)
+    _note_parts(view, index, notes)
     # A first name comes before the others, so that its numbers are there already.
     for layer in layers:
         layer.seconds = times.get(layer.path)
@@ -113,6 +115,15 @@ def collect(
         classes=likely(output, classes),
         notes=notes,
     )
+
+
+def _note_parts(view: View, index: Index, notes: list[str]) -> None:
+    """Say of which values each rank shows its own part: a report asks no other rank."""
+    weights = [name for name, (module, own) in index.tensors.items() if is_part(getattr(module, own))]
+    names = [repr(name) for name in (*view.parts, *weights)]
+    if names:
+        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        notes.append(f"Numbers and pictures of {some} are those of this rank's part: each rank holds another.")
 
 
 def _described(given: Inputs) -> str:

@@ -10,7 +10,7 @@ from torchhook._values.finite import finite
 from torchhook._values.histograms import histogram, inner_range, with_room
 from torchhook._values.layout import Layout, guess
 from torchhook._values.statistics import summary
-from torchhook._values.subclasses import local
+from torchhook._values.subclasses import local, packed
 
 BINS = 48
 _SAMPLE = 20_000  # a percentile needs a sort, and more values hardly move it
@@ -27,6 +27,7 @@ def numbers(tensor: Tensor, layout: Layout | None = None) -> Numbers | None:
     >>> found.mean, found.nans, found.elements
     (1.0, 1, 4)
     """
+    tensor = packed(tensor)
     if not measurable(tensor):
         return None
     tensor = local(tensor)

@@ -22,7 +22,7 @@ from torchhook._report.score import Score, score
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
-from torchhook._values.subclasses import is_partial, local
+from torchhook._values.subclasses import is_part, is_partial, local
 from torchhook._values.targets import Goal
 from torchhook._values.tree import Inputs
 
@@ -40,6 +40,8 @@ class View:
         self.heads = 64 if layers < 600 else 40
         self.tokens = 0
         """The longest sequence that was seen."""
+        self.parts: dict[str, None] = {}
+        """Layers of whose output only a part is on this rank."""
 
 
 def observe(
@@ -160,7 +162,10 @@ class _Looker:
         if call >= _CALLS:
             return
         tensors = list(tree.tensors(value))
-        leaf, tensor = _main(value)
+        leaf, whole = _main(value)
+        tensor = None if whole is None else _here(whole)
+        if whole is not None and is_part(whole):
+            self._view.parts[self._layer.path] = None
         seen = Call(
             shape=tree.describe(value),
             dtype="/".join(dict.fromkeys(dtype_name(t.dtype) for t in tensors)) or "-",
@@ -177,7 +182,7 @@ class _Looker:
             with torch.no_grad():
                 layout = self._layouts.of(self._module, tensor)
                 seen.value = numbers(tensor, layout)
-                if seen.value is not None:
+                if seen.value is not None and not tensor.is_nested:
                     seen.maps = pictures.feature_maps(tensor, layout, self._view.maps, self._view.side)
         self._layer.calls.append(seen)
 
@@ -201,8 +206,7 @@ def _main(value: Any) -> tuple[str, Tensor | None]:
     """The first floating-point tensor of a value, and its address in it."""
     found = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     floats = [(a, t) for a, t in found if t.is_floating_point() or t.is_quantized]
-    address, tensor = next(iter(floats or found), ("", None))
-    return address, None if tensor is None else _here(tensor)
+    return next(iter(floats or found), ("", None))
 
 
 def _here(tensor: Tensor) -> Tensor:

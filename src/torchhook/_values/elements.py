@@ -12,6 +12,7 @@ from torchhook import _torch, _torch_compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
 from torchhook._values.wrappers import is_fake, is_wrapper
 
+_ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
 """What fake tensors raise, and layouts and subclasses that lack an operation."""
 
@@ -74,9 +75,11 @@ def measurable(tensor: Tensor) -> bool:
     >>> measurable(torch.ones(3)), measurable(torch.empty(0)), measurable(torch.eye(3).to_sparse())
     (True, False, False)
     """
-    if tensor.layout != torch.strided or tensor.is_nested or not readable(tensor):
+    if tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return local(tensor).numel() > 0
+    if type(tensor) in _ORDINARY:  # as nearly all: what can be wrong with one is asked at once
+        return tensor.numel() > 0 and tensor.dtype not in _PACKED and not tensor.is_meta and not is_freed(tensor)
+    return readable(tensor) and local(tensor).numel() > 0
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -123,9 +126,9 @@ def in_one_dim(tensor: Tensor) -> Tensor:
     """All elements in one dim, in the order that costs least."""
     if tensor.is_contiguous():
         return tensor.view(-1)
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).view(-1)
-    return tensor.reshape(-1)
+    # Channels last, or transposed: without gaps, it is contiguous in another order of its dims.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1)
 
 
 def floats(tensor: Tensor) -> Tensor | None:

@@ -105,9 +105,9 @@ class Measure:
         self._mean = self._spread or "mean" in wanted
         self._zeros = "zeros" in wanted
         self._nans = "nans" in wanted
-        self._histogram = "histogram" in wanted
+        self.histograms = "histogram" in wanted
         # The spread of values that are not finite, very small or very large depends on which of them they are.
-        self._range = self._spread or self._nans or self._histogram or bool(wanted & {"min", "max"})
+        self._range = self._spread or self._nans or self.histograms or bool(wanted & {"min", "max"})
         self.needed = self._mean or self._zeros or self._range
 
     def __call__(self, tensor: Tensor) -> Measured:
@@ -116,7 +116,7 @@ class Measure:
         if self._range:
             low, high = torch.aminmax(flat)
             nans = _nans(flat, low) if self._nans else None
-            if self._histogram:
+            if self.histograms:
                 lowest, highest = histograms.finite_range(flat, low, high)
                 counts = histograms.bin_counts(flat, lowest, highest, self.bins)
             if self._spread:
@@ -126,6 +126,17 @@ class Measure:
         if self._zeros:
             nonzeros = _nonzeros(flat, nans is None)
         return Measured(flat.numel(), mean, variance, low, high, nonzeros, nans, lowest, highest, counts)
+
+    def only(self, found: Measured) -> Measured:
+        """What was asked for, of statistics that were all taken together."""
+        return found._replace(
+            mean=found.mean if self._mean else None,
+            variance=found.variance if self._spread else None,
+            least=found.least if self._range else None,
+            greatest=found.greatest if self._range else None,
+            nonzeros=found.nonzeros if self._zeros else None,
+            nans=found.nans if self._nans else None,
+        )
 
 
 def _nans(flat: Tensor, low: Tensor) -> Tensor | None:

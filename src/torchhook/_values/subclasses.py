@@ -6,6 +6,7 @@ of the mesh has to ask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ def is_distributed(tensor: Tensor) -> bool:
 def is_partial(tensor: Tensor) -> bool:
     """Whether the ranks hold summands of the elements, which are the elements only once they are added up."""
     return is_distributed(tensor) and any(p.is_partial() for p in _placements(tensor))
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether only some of the elements of a tensor lie on this rank.
+
+    >>> is_part(torch.ones(3))
+    False
+    """
+    return is_distributed(tensor) and not is_partial(tensor) and local(tensor).shape != tensor.shape
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -79,6 +89,42 @@ def shape(tensor: Tensor) -> tuple[Any, ...]:
     ((2, 3), ((1,), (2,)))
     """
     return tuple(tuple(row.shape) for row in tensor.unbind()) if tensor.is_nested else tuple(tensor.shape)
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The elements of a nested tensor in one dim, whose rows have lengths of their own; any other tensor as it is.
+
+    >>> packed(torch.nested.nested_tensor([torch.ones(1, 2), torch.zeros(2, 2)], layout=torch.jagged))
+    tensor([1., 1., 0., 0., 0., 0.])
+    """
+    if not tensor.is_nested:
+        return tensor
+    tensor = tensor.detach()
+    if tensor.layout == torch.jagged and tensor.lengths() is None:  # type: ignore[attr-defined]
+        return tensor.values().reshape(-1)  # rows would have to be waited for on a GPU
+    rows = [row.reshape(-1) for row in tensor.unbind()]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def with_rows(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """A nested tensor whose rows were changed one by one, each to one of its own shape.
+
+    >>> x = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    >>> with_rows(lambda row: row / len(row), x).values()
+    tensor([1.0000, 0.5000, 0.5000])
+    """
+    rows = [change(row) for row in tensor.unbind()]
+    if tensor.layout == torch.strided:
+        return torch.nested.as_nested_tensor(rows)
+    jagged = next(dim for dim, size in enumerate(tensor.shape) if not isinstance(size, int))
+    # With the offsets that it has: torch takes two jagged dims for the same one only if these are the same tensor.
+    offsets, lengths = tensor.offsets(), tensor.lengths()  # type: ignore[attr-defined]
+    if lengths is not None:  # there is room between the rows
+        old, ends = tensor.values(), offsets.tolist()
+        taken = [(start + row.shape[jagged - 1], end) for start, row, end in zip(ends, rows, ends[1:], strict=False)]
+        gaps = [old.narrow(jagged - 1, start, end - start) for start, end in taken]
+        rows = [part for pair in zip(rows, gaps, strict=True) for part in pair]
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows, jagged - 1), offsets, lengths, jagged)
 
 
 def traits(tensor: Tensor) -> dict[str, Any]:

@@ -61,40 +61,59 @@ class AlarmState:
         self._said: set[tuple[str, str]] = set()  # once for each site and kind: it rarely goes away by itself
         self._weak: dict[str, int] = {}
         self._usual: dict[str, tuple[int, float]] = {}
-        self._alive: dict[str, Tensor] = {}
-        self._seen = 0
+        self._alive: dict[str, tuple[int, Tensor]] = {}
+
+    def check(
+        self,
+        step: int,
+        sites: Mapping[str, Mapping[str, Any]],
+        compared: Mapping[str, int],
+        live: Mapping[str, Tensor],
+    ) -> None:
+        """Look at a step: its statistics, those sites whose gradient norms can be compared, and which units live."""
+        blocked: list[str] = []
+        if self.limits.dead_units:
+            # Where nothing passes a rectifier, weights before it and right behind it have no gradient. That is the one
+            # fault, and said in its one alarm.
+            if any(not bool(mask.any()) for mask in live.values()):
+                blocked = [site for site in compared if sites.get(site, {}).get("grad_norm") == 0]
+            self._check_dead_units(step, live, blocked)
+        self._check_gradients(step, sites, {site: size for site, size in compared.items() if site not in blocked})
 
     # -- dead units ------------------------------------------------------------------------------
 
-    def add_live_units(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step's live channels; at the end of a window, those that lived in it."""
-        for site, mask in masks.items():
-            before = self._alive.get(site)
+    def _check_dead_units(self, step: int, live: Mapping[str, Tensor], blocked: list[str]) -> None:
+        for site, mask in live.items():
+            times, before = self._alive.get(site, (0, None))
             # A channel count that changes starts over: those were not the same units.
-            self._alive[site] = mask if before is None or before.shape != mask.shape else before | mask
-        self._seen += 1
-        if self._seen < self.limits.window:
-            return {}
-        window, self._alive, self._seen = self._alive, {}, 0
-        return window
+            if before is None or before.shape != mask.shape:
+                self._alive[site] = 1, mask
+            else:
+                self._alive[site] = times + 1, before | mask
+            # Each has a window of its own: a layer that is skipped now and then has not been dead for the whole of one.
+            times, found = self._alive[site]
+            if times >= self.limits.window:
+                del self._alive[site]
+                self._say_dead(step, site, found, [] if bool(found.any()) else blocked)
 
-    def check_dead_units(self, step: int, site: str, number: int, mask: Tensor) -> None:
-        # Asked before the units are named: that is a transfer from the device.
-        if number and ("dead", site) not in self._said:
-            which = (~mask).nonzero().flatten()[:8].tolist()
-            more = ", …" if number > len(which) else ""
+    def _say_dead(self, step: int, site: str, mask: Tensor, blocked: list[str]) -> None:
+        which = (~mask).nonzero().flatten().tolist()
+        if which:
+            units = ", ".join(map(str, which[:8])) + (", …" if len(which) > 8 else "")
+            times = self.limits.window
+            steps = "the last measured step" if times == 1 else f"each of the last {times} measured steps"
             self._raise_alarm(
                 step,
                 site,
                 "dead",
-                f"{site!r}: {number} of {mask.numel()} units were zero in all of the last {self.limits.window} "
-                f"measured steps (units {', '.join(map(str, which))}{more}). A lower learning rate, another "
-                "initialization or a leaky activation keeps units alive.",
+                f"{site!r}: {len(which)} of {mask.numel()} units were zero in {steps} that it ran in (units {units})."
+                f"{_blocked(blocked)} A lower learning rate, another initialization or a leaky activation keeps units "
+                "alive.",
             )
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def check_gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: Mapping[str, int]) -> None:
+    def _check_gradients(self, step: int, sites: Mapping[str, Mapping[str, Any]], compared: Mapping[str, int]) -> None:
         """Look at the gradient norms of the sites whose norms can be compared with each other, given their sizes."""
         norms = {
             site: values["grad_norm"] for site, values in sites.items() if site in compared and "grad_norm" in values
@@ -159,6 +178,19 @@ class AlarmState:
         # Not as it is found: a warning may be an error, and the step is to be logged before that ends it.
         for alarm in self.raised[number:]:
             warn(alarm.message, TrainingWarning)
+
+
+def _blocked(sites: list[str]) -> str:
+    """What did not learn in the step at which it is said.
+
+    >>> _blocked(["0.weight", "2.weight"])
+    " In the last of them, 2 gradients are exactly 0: '0.weight', '2.weight'."
+    """
+    if not sites:
+        return ""
+    shown = ", ".join(map(repr, sites[:8])) + (", …" if len(sites) > 8 else "")
+    what = "1 gradient is" if len(sites) == 1 else f"{len(sites)} gradients are"
+    return f" In the last of them, {what} exactly 0: {shown}."
 
 
 _HELPS = "Normalization, residual connections or another activation help."

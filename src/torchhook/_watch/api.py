@@ -71,11 +71,13 @@ def watch(
         selectors: sites to watch: names, globs, types, modules, ``"layer4:input"``, ``"block/relu"``.
         every: measure each Nth step; the others cost one hook.
         log: where the statistics go: a TensorBoard ``SummaryWriter``, a W&B run, the path of a CSV file (one row for
-            each step and site), a function ``(step, values)``, or a list of these.
+            each step and site; a file that is there already is continued as a new run), a function ``(step, values)``,
+            or a list of these. On a GPU a step is told when the model has run in the next one.
         statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
             ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout); of the gradient of a
-            module's output or a parameter: ``grad_norm``; of the parameters of the selected modules: ``norm``,
-            ``update_ratio`` (how far the step moved them, relative to their norm). All but ``histogram`` unless told.
+            module's output or a parameter: ``grad_norm`` (for its histogram, select ``"layer4:grad"``); of the
+            parameters of the selected modules: ``norm``, ``update_ratio`` (how far the step moved them, relative to
+            their norm). All but ``histogram`` unless told.
         gradients: whether to look at gradients.
         parameters: whether to look at the parameters of the selected modules.
         alarms: warn about dead units and vanishing or exploding gradients, once for each site; ``Alarms(...)`` says
@@ -136,6 +138,7 @@ class Watch(Openable):
     @property
     def history(self) -> deque[Snapshot]:
         """The newest snapshots, oldest first."""
+        self._engine.settle()
         return self._engine.history
 
     @property
@@ -151,6 +154,7 @@ class Watch(Openable):
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned about."""
+        self._engine.settle()
         return [] if self._engine.alarms is None else list(self._engine.alarms.raised)
 
     def step(self) -> None:
@@ -278,7 +282,7 @@ class Watch(Openable):
         return Table(title, ["site", *(f">{name}" for name in names)], rows, notes)
 
     def __repr__(self) -> str:
-        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self.history)} snapshots"
+        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self._engine.history)} snapshots"
         return f"<watch of {self._sites} sites: {state}>"
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ class WatchedFit(Fit):
         self._engine.advance()
 
     def step_ended(self) -> None:
-        self._engine.finish()
+        self._engine.finish(now=False)
 
     def paused(self) -> None:
         self._engine.hide()

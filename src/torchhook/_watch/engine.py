@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.nn.parameter import is_lazy
@@ -19,6 +19,7 @@ from torchhook._core.sharding import Home, Homes
 from torchhook._recording.address import Site
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
+from torchhook._watch.ledger import Key, Ledger, Room
 from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
 from torchhook._watch.step import Step
@@ -68,7 +69,7 @@ class Watched:
         """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
         self.by_call, self.before_step, self.in_step = False, [], list(self.targets)
 
-    def attach(self, session: Session, step: Step, limits: Alarms | None) -> None:
+    def attach(self, session: Session, step: Step, limits: Alarms | None, trained: Mapping[str, Home]) -> None:
         """Have the session show the step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
@@ -86,7 +87,7 @@ class Watched:
                 session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
         if self.gradients:
             session.reduced = True
-            for name, home in self.trained():
+            for name, home in trained.items():
                 own = home.way == "own"
                 look = step.look_parameter_gradient(name, home.parameter) if own else step.look_reduced_gradient(name)
                 session.look(self.parameters[name], look)
@@ -103,13 +104,13 @@ class Watched:
                 if home is not None:
                     yield name, home
 
-    def compared(self) -> dict[str, int]:
+    def compared(self, trained: Mapping[str, Home]) -> dict[str, int]:
         """Sites whose gradient norms say something about each other: weights, or else the outputs of modules.
 
         With the number of a weight's elements; outputs are of any size.
         """
         # Not biases: before a normalization, or as keys of an attention, their gradient is zero as it should be.
-        weights = {name: home.shape.numel() for name, home in self.trained() if len(home.shape) > 1}
+        weights = {name: home.shape.numel() for name, home in trained.items() if len(home.shape) > 1}
         return weights or {str(target.site): 1 for target in self.targets if target.tensor is None}
 
 
@@ -124,6 +125,16 @@ def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
             # By identity: a tied weight has one gradient and moves once, whatever the number of its names.
             found.setdefault(id(parameter), (name, Target(Site(name, port="grad"), module, attribute)))
     return dict(found.values())
+
+
+class Ended(NamedTuple):
+    """A step that is over, and whose numbers may still be on their way."""
+
+    step: Step
+    norms: dict[str, Key]
+    updates: dict[str, Key]
+    compared: dict[str, int]
+    by_hand: bool
 
 
 class Engine:
@@ -158,14 +169,20 @@ class Engine:
         self._loss_scale = loss_scale
         self._session: Session | None = None
         self._weights = Weights("update_ratio" in watched.wanted)
-        self._norms: dict[str, int] = {}
+        self._norms: dict[str, Key] = {}
+        self._trained: dict[str, Home] = {}
+        self._ended: Ended | None = None
+        self._ahead: tuple[dict[str, Home], tuple[Step, Session]] | None = None
+        self._room: Room = {}
+        self._wanted = watched.wanted
 
     def advance(self) -> None:
         """One step ends and the next begins."""
         if self.paused:
             return
+        self._settle_if_there()
         if self.step is not None:  # it lasts until here, so that it holds the optimizer's step
-            self.finish(by_hand=not self.watched.by_call)
+            self.finish(by_hand=not self.watched.by_call, now=False)
         number = self.next
         self.next += 1
         if number % self.every == 0:
@@ -175,13 +192,36 @@ class Engine:
         watched = self.watched
         # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        self.shared.forget()
-        step = Step(number, watched.measure, Units(watched.index), float(scale), self.shared)
-        self._norms = self._weights.begin(watched.trained(), step.ledger, self.shared)
-        session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
-        watched.attach(session, step, self._limits)
+        trained = dict(watched.trained())
+        step, session = self._taken(trained) or self._built(trained)
+        step.number, step.loss_scale = number, float(scale)
+        self._trained = trained
+        self._norms = self._weights.begin(trained.items(), step.ledger, step.weights_lie)
+        if self._ended is not None:
+            # When the model has run, the device is busy for a while: the time for what the host has to do.
+            session.look(Target(Site(""), watched.index.modules[""]), lambda value, call: self._model_has_run())
         session.open(running=watched.by_call)
         self.step, self._session = step, session
+
+    def _built(self, trained: dict[str, Home]) -> tuple[Step, Session]:
+        """A step and its session, which is not open yet."""
+        watched = self.watched
+        step = Step(watched.measure, Units(watched.index), Ledger(self._room))
+        session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
+        watched.attach(session, step, self._limits, trained)
+        return step, session
+
+    def _taken(self, trained: dict[str, Home]) -> tuple[Step, Session] | None:
+        """What was built ahead, if nothing has changed since."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not self.watched.by_call or _identity(ahead[0]) != _identity(trained):
+            return None
+        return ahead[1]
+
+    def _model_has_run(self) -> None:
+        self.settle()
+        if self.every == 1 and self._ahead is None:
+            self._ahead = self._trained, self._built(self._trained)
 
     def hide(self) -> None:
         """What runs until ``show`` is no part of the running step."""
@@ -215,22 +255,48 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
+        self._ahead = None
+        self.settle()
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
 
-    def finish(self, by_hand: bool = True) -> None:
-        """End the running step, if it is a measured one, and tell what was found."""
+    def finish(self, by_hand: bool = True, now: bool = True) -> None:
+        """End the running step, if it is a measured one, and tell what was found; not ``now``, where that would wait.
+
+        ``by_hand`` says that it does not end with the next call of the model.
+        """
         # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
         step = self.abandon()
+        self.settle()
         if step is None or not step.ran:
             return
-        known = 0 if self.alarms is None else len(self.alarms.raised)
         updates = self._weights.end(step.ledger)
-        sites = step.finish(self.watched.wanted, self._norms, updates, self.alarms, by_hand)
+        step.ledger.send()
+        self._ended = Ended(step, self._norms, updates, self.watched.compared(self._trained), by_hand)
+        # Nobody waits for a device while there is a next step to give it: the numbers come over meanwhile. Other ranks
+        # wait, though, where they have parts of what was measured.
+        if now or step.is_shared or not step.ledger.is_far:
+            self.settle()
+
+    def _settle_if_there(self) -> None:
+        if self._ended is not None and self._ended.step.ledger.is_there():
+            self.settle()
+
+    def settle(self) -> None:
+        """Tell what was found in the step that has ended, if that was not done yet."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        step, known = ended.step, 0 if self.alarms is None else len(self.alarms.raised)
+        sites, live = step.finish(self._wanted, ended.norms, ended.updates, self.shared, ended.by_hand)
         if self.alarms is not None:
-            self.alarms.check_gradients(step.number, sites, self.watched.compared())
+            self.alarms.check(step.number, sites, ended.compared, live)
         self.history.append(Snapshot(step.number, sites))
         for sink in self._sinks:
             sink(step.number, sites)
         if self.alarms is not None:
             self.alarms.warn_since(known)
+
+
+def _identity(homes: Mapping[str, Home]) -> list[tuple[str, str, int]]:
+    return [(name, home.way, id(home.parameter)) for name, home in homes.items()]

@@ -22,29 +22,23 @@ from torchhook.errors import TrainingWarning, warn
 
 Part = dict[str, Any]
 """What one rank knows of a site: the parts that it measured, and norms by name."""
+Groups = tuple[Any, ...]
+"""The groups of ranks that something lies on."""
 
 
 class Shared:
-    """Which sites lie on several ranks, and what all ranks together know of them."""
+    """What all ranks together know of sites that lie on several of them."""
 
     def __init__(self, what: str) -> None:
         self.together = Together(what)
-        # Apart: while its module runs, FSDP's weight is whole on every rank, and a site too.
-        self.values: dict[str, tuple[Any, ...]] = {}
-        self.weights: dict[str, tuple[Any, ...]] = {}
-        """The groups of ranks that the values of a site, and the weights, lie on."""
         self._alone = False
 
-    def forget(self) -> None:
-        """A step is over; where values lie in the next is noted anew."""
-        self.values, self.weights = {}, {}
-
-    def merge(self, mine: Mapping[str, Part], lie: Mapping[str, tuple[Any, ...]], by_hand: bool) -> dict[str, Part]:
+    def merge(self, mine: Mapping[str, Part], lie: Mapping[str, Groups], by_hand: bool) -> dict[str, Part]:
         """What all ranks know together, of the sites that lie on several of them.
 
         ``by_hand`` says that the step did not end with the next call of the model, to which all ranks come.
         """
-        by_groups: dict[tuple[Any, ...], list[str]] = {}
+        by_groups: dict[Groups, list[str]] = {}
         # In one order on all ranks: each exchange has to meet its own.
         for site in sorted(site for site in mine if lie.get(site)):
             by_groups.setdefault(lie[site], []).append(site)
@@ -56,7 +50,7 @@ class Shared:
             found |= {site: _merged([rank[site] for rank in ranks if site in rank]) for site in sites}
         return found
 
-    def _is_alone(self, groups: tuple[Any, ...], by_hand: bool) -> bool:
+    def _is_alone(self, groups: Groups, by_hand: bool) -> bool:
         if self._alone or (self.together.meet(groups) if by_hand else not self.together.missing(groups)):
             return self._alone
         self._alone = True

@@ -100,7 +100,7 @@ def _wandb(run: Any) -> Sink:
 
 
 def _csv(path: Path, columns: list[str]) -> Sink:
-    header = ["step", "site", *columns]
+    header = ["run", "step", "site", *columns]
     # Looked at now: that a file does not fit is no news for the end of the first step of a long training.
     if path.exists() and path.stat().st_size:
         with path.open(newline="") as file:
@@ -110,8 +110,10 @@ def _csv(path: Path, columns: list[str]) -> Sink:
                 f"{str(path)!r} has other columns: expected {','.join(header)}, found {','.join(found)}. "
                 "Give another path, or the statistics that the file was begun with."
             )
+    run: int | None = None
 
     def write(step: int, sites: Sites) -> None:
+        nonlocal run
         # Opened for each step and closed again: whatever kills the run, the steps before are on disk.
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as raw:
@@ -120,10 +122,19 @@ def _csv(path: Path, columns: list[str]) -> Sink:
                 raw.seek(-1, os.SEEK_END)
                 if raw.read(1) != b"\n":  # a run that was killed while writing
                     raw.write(b"\r\n")
+        if run is None:  # now, and not before: until it writes, another may begin one
+            run = _next_run(path, len(header))
         with path.open("a", newline="") as file:
             rows = csv.writer(file)
             if not size:
                 rows.writerow(header)
-            rows.writerows([step, site, *(values.get(name, "") for name in columns)] for site, values in sites.items())
+            rows.writerows([run, step, s, *(values.get(name, "") for name in columns)] for s, values in sites.items())
 
     return write
+
+
+def _next_run(path: Path, columns: int) -> int:
+    """One more than the runs of a file: their steps may have the same numbers, and must not be taken for one run's."""
+    with path.open(newline="") as file:
+        whole = [row[0] for row in csv.reader(file) if len(row) == columns]  # others were torn
+    return max((int(run) + 1 for run in whole if run.isdecimal()), default=0)

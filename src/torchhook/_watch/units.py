@@ -44,8 +44,8 @@ class Units:
 
         return look
 
-    def alive(self, tensor: Tensor) -> Tensor | None:
-        """For each unit, whether it is anything but zero somewhere; nothing is below. Not where units are unknown."""
+    def dim(self, tensor: Tensor) -> int | None:
+        """Which dim of what a rectifier returns tells its units apart; none where that is unknown."""
         if tensor.dim() < 2 or not measurable(tensor):
             return None
         unit = self._dims.get(tensor.shape)
@@ -54,8 +54,13 @@ class Units:
             if tensor.dim() == 3 and self._sequences:
                 return None
             unit = 2 if tensor.dim() == 3 else 1
-        # Nothing is below zero after a rectifier, so the greatest value tells, in one pass and without a copy.
-        return real(tensor.detach()).amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
+        return unit
+
+
+def alive(tensor: Tensor, unit: int) -> Tensor:
+    """For each unit of a rectifier, whether it is anything but zero somewhere."""
+    # Nothing is below zero after a rectifier, so the greatest value tells, in one pass and without a copy.
+    return real(tensor.detach()).amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
 
 
 def layers(index: Index) -> Iterator[Target]:

@@ -17,7 +17,15 @@ from torchhook._values import tree
 from torchhook._values.subclasses import placed_like
 from torchhook._values.wrappers import faked_like, is_fake, like
 from torchhook.edits.adapting import adapt
-from torchhook.edits.changing import change_all, change_one, fitting, mismatch, with_recorded
+from torchhook.edits.changing import (
+    change_all,
+    change_one,
+    fitting,
+    mismatch,
+    refuse_nested,
+    with_nested,
+    with_recorded,
+)
 from torchhook.edits.protocol import CataloguedEdit, Edit
 from torchhook.errors import EditError
 
@@ -37,8 +45,10 @@ class _Replace(CataloguedEdit):
 
     def __call__(self, value: Any, site: Site) -> Any:
         new = self.new
+        if isinstance(new, Tensor) and new.is_nested:
+            return with_nested(new, value, site)
         if isinstance(new, (Tensor, int, float)):
-            return change_one(lambda t: like(fitting(new, t, site).expand_as(t), t), value, site, "replace")
+            return change_one(lambda t: like(fitting(new, t, site).expand_as(t), t), value, site, "replace", True)
         return tree.map_tensors(torch.clone, new)  # the model may write to it
 
 
@@ -93,8 +103,7 @@ class _Mean(CataloguedEdit):
     dim: int | tuple[int, ...] = 0
 
     def __call__(self, value: Any, site: Site) -> Any:
-        if any(tensor.is_nested for tensor in tree.tensors(value)):
-            raise EditError(f"{site.shown}: edits.mean needs dims that all rows share, and this value is nested.")
+        refuse_nested(value, site, "mean")
         return change_all(lambda t: t.mean(dim=self.dim, keepdim=True).expand_as(t).clone(), value, site, "mean")
 
 
@@ -139,7 +148,7 @@ class _Noise(CataloguedEdit):
             drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device)
             return tensor + placed_like((self.std * drawn).to(tensor.dtype), tensor)
 
-        return change_all(perturb, value, site, "noise")
+        return change_all(perturb, value, site, "noise", by_rows=True)
 
 
 def patch(
@@ -174,6 +183,7 @@ class _Patch(CataloguedEdit):
         recorded = self.recording[here if self.source is None else self.source]
         if self.positions is None and self.mask is None:
             return with_recorded(recorded, value, site)
+        refuse_nested(value, site, "patch with positions= or mask=")
         found = list(tree.tensors(recorded))
         if len(found) != 1:
             raise EditError(f"{site.shown}: edits.patch needs one recorded tensor, found {tree.describe(recorded)}.")

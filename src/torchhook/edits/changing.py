@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchhook._recording.address import Site
 from torchhook._values import elements, tree
-from torchhook._values.subclasses import placed_like, traits
+from torchhook._values.subclasses import placed_like, shape, traits, with_rows
 from torchhook._values.wrappers import like, through_numbers
 from torchhook.errors import EditError
 
@@ -46,9 +46,17 @@ def mismatch(site: Site, what: str, expected: object, found: object) -> EditErro
     )
 
 
-def change_all(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str, integers: bool = False) -> Any:
+def change_all(
+    change: Callable[[Tensor], Tensor],
+    value: Any,
+    site: Site,
+    name: str,
+    integers: bool = False,
+    by_rows: bool = False,
+) -> Any:
     """Change every floating-point tensor: indices and sizes beside them stay valid. Only a value without any is
-    changed in its ``integers``, if the edit makes sense of those; one that would stay as it is, is refused.
+    changed in its ``integers``, if the edit makes sense of those; one that would stay as it is, is refused. A change
+    that asks for the shape is made ``by_rows`` where a tensor is nested and has none.
     """
     found = list(tree.tensors(value))
     floats = any(_is_float(t) for t in found)
@@ -58,22 +66,24 @@ def change_all(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
             f"none: {_kind(value)}"
             f"{''.join(f', {t.dtype}' for t in found[:4])}."
         )
-    return tree.map_tensors(lambda t: _changed(change, t) if not floats or _is_float(t) else t, value)
+    return tree.map_tensors(lambda t: _changed(change, t, by_rows) if not floats or _is_float(t) else t, value)
 
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized
 
 
-def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    if tensor.is_nested and tensor.layout == torch.strided:  # it has no shape, and few operations
-        return torch.nested.as_nested_tensor([through_numbers(change, row) for row in tensor.unbind()])
+def _changed(change: Callable[[Tensor], Tensor], tensor: Tensor, by_rows: bool) -> Tensor:
+    # A jagged tensor has most operations and a shape without numbers; of the older layout, few operations and no shape.
+    if tensor.is_nested and (by_rows or tensor.layout == torch.strided):
+        return with_rows(change, tensor)
     return placed_like(through_numbers(change, tensor), tensor)
 
 
-def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str) -> Any:
+def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name: str, by_rows: bool = False) -> Any:
+    """Change the one tensor of a value, ``by_rows`` as in ``change_all``."""
     if isinstance(value, Tensor):
-        return _changed(change, value)
+        return _changed(change, value, by_rows)
     found = [address for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
     if len(found) != 1:
         listed = ", ".join(map(repr, found[:6])) or "none"
@@ -81,12 +91,14 @@ def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
             f"{site.shown}: edits.{name} changes one tensor, and this value has {len(found)}: {listed}. "
             f"Name one with edits.at({found[0] if found else '…'!r}, edits.{name}(…))."
         )
-    return tree.put(value, found[0], lambda tensor: _changed(change, tensor))
+    return tree.put(value, found[0], lambda tensor: _changed(change, tensor, by_rows))
 
 
 def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
     given = torch.as_tensor(new)
+    if given.is_nested and not old.is_nested:
+        raise mismatch(site, "shape", shape(old), shape(given))
     if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise mismatch(site, "dtype", old.dtype, given.dtype)
     tensor = placed_like(given.to(old.device, old.dtype), old)
@@ -95,7 +107,22 @@ def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
             return tensor
     except RuntimeError:
         pass
-    raise mismatch(site, "shape", tuple(old.shape), tuple(tensor.shape))
+    raise mismatch(site, "shape", shape(old), shape(tensor))
+
+
+def with_nested(new: Tensor, value: Any, site: Site) -> Any:
+    """The value with a copy of a nested tensor in the place of its one tensor."""
+    for tensor in tree.tensors(value):
+        if shape(tensor) != shape(new):
+            raise mismatch(site, "shape", shape(tensor), shape(new))
+    rows = iter(new.unbind())
+    return change_one(lambda row: like(next(rows), row), value, site, "replace", by_rows=True)
+
+
+def refuse_nested(value: Any, site: Site, name: str) -> None:
+    """Refuse an edit that means one place in all rows where rows have lengths of their own."""
+    if any(tensor.is_nested for tensor in tree.tensors(value)):
+        raise EditError(f"{site.shown}: edits.{name} needs dims that all rows share, and this value is nested.")
 
 
 def with_recorded(recorded: Any, value: Any, site: Site) -> Any:

@@ -1,0 +1,205 @@
+"""Write ``benchmarks/README.md`` from the JSON in ``results/``, and from what ``where_the_time_goes.md`` says.
+
+python benchmarks/write_readme.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from results import Row, goal, shown
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+README = HERE / "README.md"
+WORDS = HERE / "where_the_time_goes.md"
+
+INTRODUCTION = """# Benchmarks
+
+<!-- Made by write_readme.py from results/*.json and where_the_time_goes.md: edit those. -->
+
+`make bench` runs what needs no GPU, prints tables, writes `results/*.json` and this page. On a GPU:
+`PYTHONPATH=src python benchmarks/gpu.py --json benchmarks/results/gpu.json`, then `python benchmarks/write_readme.py`.
+
+Every figure is a ratio, measured side by side in one run: the ways take turns, in a new order each round, and medians
+are compared. *Wrong values* are judged by bare PyTorch hooks that do `.detach().clone()`; a value that was overwritten
+in place before anybody could read it is wrong. A peer that fails is shown with its own message, shortened.
+
+| program | what it shows |
+|---|---|
+| `capture.py` | values, beside bare hooks and the peers; what must hold on a CPU (`limits.py`); peak memory |
+| `growth.py` | what one more site, call or session costs |
+| `cam.py` | class activation maps, beside grad-cam and torchcam |
+| `features.py` | a data set's features to disk, beside what is written by hand and Hugging Face's `map` |
+| `extract.py` | the same against its bounds (forward passes, raw write), peak memory, reading |
+| `watch.py`, `guard.py`, `sweep.py` | statistics in training; the first NaN; activation patching |
+| `hotspots.py` | where the time goes: functions, Python calls, instructions |
+| `gpu.py` | all of it on a CUDA device, in under eight minutes |
+"""
+
+TITLES = {
+    "gpu": "On a GPU",
+    "capture": "Getting at values, on a CPU",
+    "growth": "Growth",
+    "cam": "Class activation maps",
+    "features": "Features to disk, beside other ways",
+    "extract": "Extraction and reading, against their bounds",
+    "watch": "Watching a training step",
+    "guard": "Guarding",
+    "sweep": "Activation patching",
+}
+NOTES = {
+    "gpu": "1 is the plain forward pass or step; for what goes to disk, 1 is the slower of the stopped forward passes "
+    "and a raw write, and more is better.",
+    "capture": "1 is the plain forward pass (with gradients: forward and backward), in processor time on one core; "
+    "each way has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and "
+    "*all* are the sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
+    "torchvision's extractor leaves out what comes after the last site, and captum's gradients those of the "
+    "parameters, so that they can be below 1.",
+    "features": "1 is the forward passes alone, and more is better.",
+    "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
+    "growth": "Lines by least squares, in processor time.",
+    "extract": "Ratios to the bound that each table names.",
+    "sweep": "The loop written by hand is 1.",
+    "watch": "The plain training step is 1.",
+    "guard": "The plain step is 1.",
+}
+
+
+def readme() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for name, title in TITLES.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts.append(section(name, title, json.loads(path.read_text())))
+    parts.append("## Where the time goes\n\n" + (WORDS.read_text().strip() if WORDS.exists() else ""))
+    path = RESULTS / "hotspots.json"
+    if path.exists():
+        parts.append(hotspots(json.loads(path.read_text())))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def section(name: str, title: str, found: dict[str, Any]) -> str:
+    parts = [f"## {title}", NOTES.get(name, "")]
+    rows = [Row(**row) for row in found["rows"]] if "rows" in found else None
+    if rows is None:
+        parts += list(foreign(found.get("found", found)))
+    else:
+        parts += list(plain_tables([row for row in rows if not row.column]))
+        parts += list(pivots([row for row in rows if row.column]))
+        parts += ["\n".join(f"- {fact}" for fact in found.get("facts", []))]
+    parts.append(origin(found.get("environment")))
+    return "\n\n".join(part for part in parts if part)
+
+
+def plain_tables(rows: list[Row]) -> Iterator[str]:
+    """One table for each piece of work, its ways below each other."""
+    for work in dict.fromkeys(row.work for row in rows):
+        mine = [row for row in rows if row.work == work]
+        # Columns in which nothing stands are left out.
+        cells = [row.cells() for row in mine]
+        heads = ["way", "ratio", "must reach", "aim", "verdict", "wrong values", "note"]
+        used = [place for place in range(len(heads)) if place < 2 or any(line[place] for line in cells)]
+        yield f"**{work}**\n\n" + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
+
+
+def pivots(rows: list[Row]) -> Iterator[str]:
+    """One table for each model: a line for each way, a column for each number of sites and mode."""
+    for work in dict.fromkeys(row.work for row in rows):
+        mine = [row for row in rows if row.work == work]
+        columns = sorted(dict.fromkeys(row.column for row in mine), key=_order)
+        lines, said = [], []
+        for way in dict.fromkeys(row.way for row in mine):
+            cells = {row.column: cell(row) for row in mine if row.way == way}
+            lines.append([way, *(cells.get(column, "") for column in columns)])
+            notes = dict.fromkeys(row.note for row in mine if row.way == way and row.ratio is None and row.note)
+            said += [f"{way}: {note}" for note in notes]
+        text = f"**{work}**\n\n" + table(["way", *columns], lines)
+        yield text + ("\n\n" + "\n".join(f"- {note}" for note in said) if said else "")
+
+
+def _order(column: str) -> tuple[int, int]:
+    sites, mode = column.split(", ")
+    return ["per call", "held", "gradients"].index(mode), ["one", "few", "all"].index(sites)
+
+
+def cell(row: Row) -> str:
+    """The ratio, and how many are wrong: loudly where any is."""
+    if row.ratio is None:
+        return "fails"
+    wrong = f" (**{row.wrong} of {row.values} wrong**)" if row.wrong else f" (0 of {row.values})"
+    return shown(row.ratio) + (wrong if row.values is not None else "")
+
+
+def foreign(found: dict[str, Any]) -> Iterator[str]:
+    """Tables of programs that have their own form: lists of results, or ratios by name, perhaps by table."""
+    if isinstance(found.get("results"), list):
+        results = found["results"]
+        heads = [head for head in results[0] if head not in ("notes", "milliseconds") and "(s)" not in head]
+        yield table(heads, [[_number(result.get(head)) for head in heads] for result in results])
+        return
+    flat = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    if flat:
+        yield table(["", "ratio"], [[name, _number(value)] for name, value in flat.items()])
+    for name, values in found.items():
+        if isinstance(values, dict) and all(isinstance(value, (int, float)) for value in values.values()):
+            lines = [[way, _number(value)] for way, value in values.items()]
+            yield f"**{name}**\n\n" + table(["", "ratio"], lines)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return shown(value) if value >= 0.001 or value == 0 else f"{value:.1e}"
+    return "" if value is None else str(value)
+
+
+def table(heads: list[str], lines: list[list[str]]) -> str:
+    def text(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([text(heads), "|" + "---|" * len(heads), *(text(line) for line in lines)])
+
+
+def origin(environment: dict[str, Any] | None) -> str:
+    """The machine, the versions and the commit that the figures are from."""
+    if environment is None:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    machine, python, commit = (environment[name] for name in ("machine", "python", "commit"))
+    return f"<sub>{machine}; Python {python}; {versions}; commit {commit}.</sub>"
+
+
+def hotspots(found: dict[str, Any]) -> str:
+    parts = []
+    lines = []
+    for name, facts in found["situations"].items():
+        ours, beside = facts["python_calls_per_site"], facts["python_calls_per_site_beside"]
+        counted = "instructions_ours" in facts
+        ratio = shown(facts["instructions_ours"] / facts["instructions_beside"]) if counted else ""
+        lines.append([name, goal(ours), goal(beside), ratio])
+    heads = ["100 small layers", "Python calls for each site", "beside", "instructions, beside = 1"]
+    parts.append(table(heads, lines))
+    phases = found.get("phases", {})
+    columns = list(dict.fromkeys(what for parts_of in phases.values() for what in parts_of))
+    if phases:
+        lines = [
+            [way, *(shown(parts_of[c]) if c in parts_of else "" for c in columns)] for way, parts_of in phases.items()
+        ]
+        parts.append("One call of 100 layers, the plain call = 1\n\n" + table(["", *columns], lines))
+    for name, facts in found["situations"].items():
+        top = [[place, f"{share:.1%}"] for place, share in facts["shares"]]
+        parts.append(f"**{name[0].upper()}{name[1:]}**, shares of own time\n\n" + table(["function", "share"], top))
+    return "\n\n".join([*parts, origin(found.get("environment"))])
+
+
+def main() -> None:
+    README.write_text(readme())
+    print(f"wrote {README}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The ledger: numbers of a step wait on their devices and come to the host together, in one transfer from each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook import _torch_foreach
+from torchhook._values.elements import measurable
+from torchhook._values.statistics import Measure, Measured
+from torchhook._values.subclasses import local
+from torchhook._watch.rows import FIELDS, READ, Row, Rows, has_rows, merged, merged_norms
+from torchhook._watch.shared import part_norm
+
+Key = Hashable
+"""Where a number is in what ``read`` returns."""
+_SMALL = 1 << 20  # elements: what is larger fills a device alone
+_HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
+Room = dict[torch.device, tuple[int, int, int]]
+
+
+class Ledger:
+    """What was measured, until all of it is read at once."""
+
+    def __init__(self, room: Room | None = None) -> None:
+        self._held: dict[Key, Tensor] = {}
+        self._several: dict[Key, int] = {}
+        self._later: dict[Key, Tensor] = {}
+        self._held_bytes = 0
+        self._turn = threading.Lock()
+        self._same: dict[Key, Key] = {}
+        self._rows: dict[torch.device, Rows] = {}
+        self._of_rows: dict[torch.device, tuple[dict[Key, Row], dict[Key, Row]]] = {}
+        self._keys = count()  # gradients are noted from autograd's threads, one for each device
+        self._room: Room = {} if room is None else room
+        self._transfers: list[_Transfer] | None = None
+
+    # -- taking --------------------------------------------------------------------------------------
+
+    def note(self, tensor: Tensor) -> Key:
+        """Hold a tensor of no or one dim; of booleans, the tensor itself is what ``read`` returns."""
+        key = next(self._keys)
+        self._held[key] = local(tensor)  # what a wrapper answers is wrapped again, and cannot be read
+        return key
+
+    def note_all(self, tensors: Sequence[Tensor]) -> list[Key]:
+        """Hold several numbers of one device and dtype together."""
+        if not tensors:
+            return []
+        key = self.note(torch.stack(list(tensors)))
+        self._several[key] = len(tensors)
+        return [(key, i) for i in range(len(tensors))]
+
+    def norm(self, tensor: Tensor) -> Key:
+        """Take the norm of what of a tensor lies on this rank, which may be nothing."""
+        plain = local(tensor)
+        if not (has_rows(plain) and measurable(tensor)):
+            return self.note(part_norm(tensor))
+        key, (_, norms) = next(self._keys), self._rows_of(plain)
+        norms[key] = self._rows[plain.device].norm(plain)
+        return key
+
+    def norm_soon(self, tensor: Tensor) -> Key | None:
+        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before.
+
+        ``None`` where that is no better.
+        """
+        if not _goes_together(tensor) or tensor.numel() > _SMALL:
+            return None
+        key = next(self._keys)
+        with self._turn:
+            # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
+            self._later[key] = tensor.detach()
+            self._held_bytes += tensor.nbytes
+            full = self._held_bytes > _HELD
+        if full:
+            self.take_norms()
+        return key
+
+    def take_norms(self) -> None:
+        """Take the norms that were asked for."""
+        with self._turn:
+            later, self._later, self._held_bytes = self._later, {}, 0
+        groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
+        for key, tensor in later.items():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(key)
+        for keys in groups.values():
+            self._same |= zip(keys, self.note_all(_torch_foreach.norms([later[key] for key in keys])), strict=True)
+
+    def statistics(self, measure: Measure, tensor: Tensor, unit: int | None) -> tuple[Measured, Key | None]:
+        """Take the statistics of a tensor, and where it can be done in the same pass, which units of a dim live."""
+        plain = local(tensor)
+        if measure.histograms or not has_rows(plain):
+            return measure(tensor).map(self.note), None
+        key, (whole, _) = next(self._keys), self._rows_of(plain)
+        row = whole[key] = self._rows[plain.device].statistics(plain, unit)
+        found = Measured(plain.numel(), **{name: (key, name) for name in FIELDS})
+        return measure.only(found), (key, "live") if row.units else None
+
+    def _rows_of(self, tensor: Tensor) -> tuple[dict[Key, Row], dict[Key, Row]]:
+        device = tensor.device
+        if device not in self._of_rows:
+            self._rows[device] = Rows(device, self._room.get(device, (0, 0, 0)))
+            self._of_rows[device] = {}, {}
+        return self._of_rows[device]
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    @property
+    def is_far(self) -> bool:
+        """Whether what it holds is on a device that works while the host does other things."""
+        return bool(self._rows) or any(tensor.is_cuda for tensor in self._held.values())
+
+    def send(self) -> None:
+        """Start to bring everything over; nothing can be noted any more."""
+        if self._transfers is None:
+            self.take_norms()
+            self._transfers = list(self._sent())
+            self._room.update({device: rows.room for device, rows in self._rows.items()})
+
+    def _sent(self) -> Iterator[_Transfer]:
+        held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self._rows}
+        for key, tensor in self._held.items():
+            if not tensor.is_cpu:
+                held.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(key)
+        for device, by_dtype in held.items():
+            ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)  # wide first, for alignment
+            packed = [torch.cat([self._held[key].reshape(-1) for key in keys]).view(torch.uint8) for _, keys in ordered]
+            rows = self._rows[device].sent() if device in self._rows else []
+            yield _Transfer(device, ordered, [*rows, *packed])
+
+    def is_there(self) -> bool:
+        """Whether reading would wait for nothing."""
+        self.send()
+        assert self._transfers is not None
+        return all(transfer.is_done() for transfer in self._transfers)
+
+    def read(self) -> dict[Key, Any]:
+        """Every number, by its key."""
+        self.send()
+        assert self._transfers is not None
+        # What lies on the host already is read one by one: packing it would cost more than reading.
+        values: dict[Key, Any] = {key: _content(t) for key, t in self._held.items() if t.is_cpu}
+        for transfer in self._transfers:
+            parts = transfer.parts()
+            if transfer.device in self._rows:
+                values |= self._read_rows(transfer.device, parts[:3])
+                parts = parts[3:]
+            for (dtype, keys), part in zip(transfer.ordered, parts, strict=True):
+                pieces = part.view(dtype).split([self._held[key].numel() for key in keys])
+                values |= {k: _content(p if self._held[k].dim() else p[0]) for k, p in zip(keys, pieces, strict=True)}
+        for key in self._several:
+            values |= {(key, i): number for i, number in enumerate(values[key])}
+        self._held.clear()
+        return values | {key: values[other] for key, other in self._same.items()}
+
+    def _read_rows(self, device: torch.device, parts: list[Tensor]) -> dict[Key, Any]:
+        slots, squares, live = Rows.read(parts)
+        whole, norms = self._of_rows[device]
+        values: dict[Key, Any] = {}
+        if whole:
+            for (key, row), numbers in zip(whole.items(), merged(slots, list(whole.values())).tolist(), strict=True):
+                values |= {(key, name): number for name, number in zip(FIELDS, numbers, strict=True)}
+                values[key, "live"] = row.flags(live)
+        if norms:
+            values |= zip(norms, merged_norms(squares, list(norms.values())).tolist(), strict=True)
+        return values
+
+
+def _goes_together(tensor: Tensor) -> bool:
+    """Whether one launch for many tensors is better. A CPU has no launches, and ways of its own to a norm."""
+    return tensor.is_cuda and type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in READ
+
+
+def _content(tensor: Tensor) -> Any:
+    return tensor if tensor.dtype == torch.bool else tensor.tolist()
+
+
+class _Transfer:
+    """Bytes on their way from a device to the host."""
+
+    def __init__(self, device: torch.device, ordered: list[tuple[torch.dtype, list[Key]]], parts: list[Tensor]) -> None:
+        self.device, self.ordered = device, ordered
+        self._sizes = [part.numel() for part in parts]
+        source = torch.cat(parts)
+        self._done: torch.cuda.Event | None = None
+        if not source.is_cuda:
+            self._host = source.cpu()
+            return
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host.copy_(source, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(device))
+
+    def is_done(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def parts(self) -> list[Tensor]:
+        if self._done is not None:
+            self._done.synchronize()
+        return list(self._host.split(self._sizes))

@@ -1,0 +1,85 @@
+"""The kernel of ``watch`` without a GPU: the same calls, the same slots, by numpy and one program after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchhook._watch import ledger, rows
+
+TILE = 1024
+
+
+class _Kernel:
+    """What ``kernels.look`` is: a grid in brackets, then the arguments."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(x: Tensor, slots: Tensor, live: Tensor, numel: int, *layout: int, **constants: Any) -> None:
+            self.launches += 1
+            memory = torch.as_strided(x.detach(), (numel,), (1,)).double().numpy()
+            for program in range(grid[0]):
+                run(memory, slots.numpy(), live.numpy(), program, *layout, **constants)
+
+        return launch
+
+
+def run(
+    memory: Any,
+    slots: Any,
+    live: Any,
+    program: int,
+    rows: int,
+    rows_each: int,
+    length: int,
+    channels: int,
+    ROWS: int,
+    COLUMNS: int,
+    WHOLE: bool,
+    UNITS: int,
+    **options: Any,
+) -> None:
+    assert ROWS * COLUMNS == TILE
+    start, stop = program * rows_each * length, min(min((program + 1) * rows_each, rows) * length, len(memory))
+    values = memory[start:stop]
+    assert len(values) > 0
+    with np.errstate(all="ignore"):
+        if not WHOLE:
+            slots[program] = (values**2).sum()
+            return
+        pivot = values[0] if np.isfinite(values[0]) else 0.0
+        gaps, numbers = values - pivot, values[~np.isnan(values)]
+        ends = np.min(numbers, initial=np.inf), np.max(numbers, initial=-np.inf)
+        counts = np.isnan(values).sum(), (values == 0).sum()
+        slots[8 * program : 8 * program + 8] = [len(values), pivot, gaps.sum(), (gaps**2).sum(), *ends, *counts]
+    at = np.arange(start, stop)[values != 0]
+    if UNITS:
+        live[at // length % channels if UNITS == 1 else at % length] = 1
+
+
+class Kernels:
+    """Stands for the module."""
+
+    TILE = TILE
+
+    def __init__(self) -> None:
+        self.look = _Kernel()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """Tensors on the CPU are given rows, as those on a GPU are."""
+    found = Kernels()
+    monkeypatch.setitem(sys.modules, "torchhook._watch.kernels", found)  # type: ignore[arg-type]
+    monkeypatch.setattr("torchhook._watch.kernels", found, raising=False)
+    monkeypatch.setattr(ledger, "has_rows", lambda tensor: True)
+    yield found
+    rows.works.cache_clear()
