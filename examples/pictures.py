@@ -1,4 +1,4 @@
-"""Make the pictures of the README and of the documentation, all of them by the library itself: ``python examples/pictures.py``.
+"""Make the pictures of the README and the documentation, all by the library itself: ``python examples/pictures.py``.
 
 The screenshot of the report needs Playwright and a Chromium; without them it is left as it is.
 """
