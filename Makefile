@@ -39,8 +39,9 @@ hunt: $(READY) ## an interrupt at every line that any tool executes, 10,000 new 
 	$(SAFELY) $(BIN)/python -m tests.programs
 	$(SAFELY) $(BIN)/python -m tests.extract.kills --count 500
 
-docs: $(READY) ## every example in the documentation runs
+docs: $(READY) ## the site, into site/: every example runs, and a warning is an error
 	$(BIN)/python -m pytest tests/test_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

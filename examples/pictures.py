@@ -1,4 +1,4 @@
-"""Make the pictures of the README, all of them by the library itself: ``python examples/pictures.py``.
+"""Make the pictures of the README and the documentation, all by the library itself: ``python examples/pictures.py``.
 
 The screenshot of the report needs Playwright and a Chromium; without them it is left as it is.
 """
@@ -49,6 +49,28 @@ def attention() -> None:
     figure.savefig(IMAGES / "attention.png", dpi=110)
 
 
+def recipes() -> None:
+    """What the recipes draw, on their own small models."""
+    from torch import nn
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_positions": 32, "n_embd": 32, "n_layer": 6, "n_head": 4}
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)
+    gpt = GPT2LMHeadModel(config).eval()
+    clean = torch.tensor([[5, 17, 42, 8, 23, 61, 3]])
+    corrupted = torch.tensor([[5, 17, 61, 8, 23, 61, 3]])
+    result = th.sweep(
+        gpt, clean, corrupted, lambda output: output.logits[0, -1, 7], sites="transformer.h.*", progress=False
+    )
+    th.plot.sweep(result).savefig(IMAGES / "sweep.png", dpi=110)
+
+    deep = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Sigmoid())), nn.Linear(32, 2))
+    with th.capture(deep, nn.Linear, port="grad") as rec:
+        deep(torch.randn(64, 32)).pow(2).mean().backward()
+    th.plot.gradient_flow(rec).savefig(IMAGES / "gradients.png", dpi=110)
+
+
 def page() -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     try:
@@ -74,4 +96,5 @@ if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
     first_screen()
     attention()
+    recipes()
     page()

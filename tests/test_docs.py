@@ -1,24 +1,269 @@
-"""Every Python example in the documentation runs."""
+"""Every example in the documentation runs and prints what the page says; links lead somewhere; tables are true."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+import torchhook as th
+from tests import documentation
+from tests.documentation import DOCS, PAGES, ROOT, blocks, headings, links, name_of, printed
+from torchhook import errors
+
+# Lists of other pages, tables made elsewhere, and what the site puts together itself.
+WITHOUT_EXAMPLES = {
+    "docs/recipes/index.md",
+    "docs/errors/index.md",
+    "docs/coming-from/index.md",
+    "docs/benchmarks.md",
+    "docs/glossary.md",
+    "docs/limits.md",
+    "docs/notebooks.md",
+    *(name_of(page) for page in (DOCS / "api").glob("*.md")),
+}
+# Those that import another library, run a large network, or start another Python.
+SLOW = {
+    "docs/index.md",
+    "docs/coming-from/grad-cam.md",
+    "docs/recipes/distillation.md",
+    "docs/recipes/many-machines.md",
+    "docs/errors/TorchVersionError.md",
+    "docs/errors/TorchVersionWarning.md",
+}
+RUNNING = [page for page in PAGES if name_of(page) not in WITHOUT_EXAMPLES]
+
+
+def _marked(page: Path) -> object:
+    return pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch.export.unflatten about itself
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [_marked(page) for page in RUNNING])
+def test_the_examples_of_a_page_run_in_order_and_print_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    # Programs that an example starts find the library where this process does.
+    monkeypatch.setenv("PYTHONPATH", str(Path(th.__file__).parent.parent), prepend=os.pathsep)
+    if page.stem == "CompiledWarning":  # said once in a process, which other tests have used up
+        monkeypatch.setattr(importlib.import_module("torchhook._core.hooks").eager_stance, "said", False)
     torch.manual_seed(0)
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks, f"{page.name} shows no example"
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, page.name, "exec"), names)
+    assert blocks(page.read_text()), f"{page.name} shows no example"
+    for block, found in printed(page):
+        assert block.output is None or found == block.output, f"{name_of(page)}, line {block.line + 1}"
+
+
+def test_pages_without_examples_are_pages() -> None:
+    known = {name_of(page) for page in PAGES}
+    assert known >= WITHOUT_EXAMPLES | SLOW
+    assert not [name for name in WITHOUT_EXAMPLES if blocks((ROOT / name).read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        # The site puts the notebooks beside its pages.
+        where = ROOT / "examples" / path.split("/")[1] if path.startswith("notebooks/") else page.parent / path
+        target = where if path else page
+        assert target.exists(), f"{name_of(page)}: {link}"
+        assert not anchor or anchor in headings(target), f"{name_of(page)}: {link}"
+
+
+def test_every_page_is_in_the_navigation_and_nothing_else_is() -> None:
+    navigation = re.search(r"^nav:\n(.*)", (ROOT / "mkdocs.yml").read_text(), re.DOTALL | re.MULTILINE)
+    assert navigation is not None
+    listed = re.findall(r"(\S+\.md)$", navigation[1], re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def test_every_error_has_a_page_that_says_when_it_is_raised() -> None:
+    for name in errors.__all__:
+        text = (DOCS / "errors" / f"{name}.md").read_text()
+        assert text.startswith(f"# {name}\n")
+        assert "## What to do" in text
+        assert any(block.output for block in blocks(text)), name
+    listed = set(re.findall(r"\]\((\w+)\.md\)", (DOCS / "errors" / "index.md").read_text()))
+    assert listed == set(errors.__all__)
+
+
+def test_the_tree_of_errors_is_that_of_the_module() -> None:
+    assert errors.__doc__ is not None
+    tree = errors.__doc__.partition("\n\n")[2].strip()
+    assert f"```text\n{tree}\n```" in (DOCS / "errors" / "index.md").read_text()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = set(re.findall(r"^::: torchhook\.(\S+)$", text, re.MULTILINE))
+    modules = {name for name in th.__all__ if inspect.ismodule(getattr(th, name))}
+    assert set(th.__all__) - modules - {"__version__"} <= listed
+    for name in modules - {"errors", "transforms"}:  # these two are shown as a whole
+        assert {f"{name}.{member}" for member in getattr(th, name).__all__} <= listed, name
+    assert {"errors", "transforms"} <= listed
+
+
+CLASSIC = [
+    (th.HookManager, ["model", "max_size"]),
+    (th.FeatureLayer, ["model", "paths", "feature_layer_path"]),
+    (th.FeatureLayers, ["model", "paths", "feature_layer_paths"]),
+    (th.FeatureExtractor, ["model", "paths", "layer_names"]),
+    (th.VerboseExecution, ["model", "depth", "dtype", "time", "print"]),
+    (th.Hook, ["module_name", "features_in_hook", "features_out_hook"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "attributes"), CLASSIC, ids=[kind.__name__ for kind, _ in CLASSIC])
+def test_the_page_of_classic_names_has_every_attribute(kind: type, attributes: list[str]) -> None:
+    text = (DOCS / "classic.md").read_text()
+    own = [base for base in kind.__mro__ if base.__module__.startswith("torchhook")]
+    methods = {name for base in own for name in vars(base) if not name.startswith("_")}
+    parameters = set(inspect.signature(kind.__init__).parameters) - {"self"}
+    for name in {*attributes, *methods, *parameters}:
+        assert re.search(rf"\b{name}\b", text), f"{kind.__name__}.{name}"
+
+
+# -- the table of modes ------------------------------------------------------------------------------------
+
+
+class Modes(nn.Module):
+    """A small network that remembers in which mode it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.add(self.training)
+        tokens = self.body(x).flatten(2).transpose(1, 2)
+        return self.head(self.attention(tokens, tokens, tokens)[0].mean(1))
+
+
+SEEN: set[bool] = set()
+X = torch.zeros(2, 3, 4, 4)
+
+
+def _capture(model: nn.Module, folder: Path) -> None:
+    with th.capture(model, "head"):
+        model(X)
+
+
+def _edit(model: nn.Module, folder: Path) -> None:
+    with th.edit(model, {"head": th.edits.zero()}):
+        model(X)
+
+
+def _guard(model: nn.Module, folder: Path) -> None:
+    with th.guard(model):
+        model(X)
+
+
+def _watch(model: nn.Module, folder: Path) -> None:
+    with th.watch(model, "head", alarms=False):
+        model(X)
+
+
+def _clip(model: nn.Module, folder: Path) -> None:
+    with th.clip_gradients(model, 1.0):
+        model(X)
+
+
+def _manager(model: nn.Module, folder: Path) -> None:
+    manager = th.HookManager(model)
+    manager.add("head")
+    model(X)
+    manager.clear_hooks()
+
+
+RUNS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "capture": _capture,
+    "edit": _edit,
+    "run": lambda model, folder: th.run(model, X, capture="head"),
+    "guard": _guard,
+    "watch": _watch,
+    "clip_gradients": _clip,
+    "HookManager": _manager,
+    "FeatureLayers": lambda model, folder: th.FeatureLayers(model, ["head"])(X),
+    "FeatureLayer": lambda model, folder: th.FeatureLayer(model, "head")(X),
+    "FeatureExtractor": lambda model, folder: th.FeatureExtractor(model, ["head"])(X),
+    "VerboseExecution": lambda model, folder: th.VerboseExecution(model, print=len)(X),
+    "layers": lambda model, folder: th.layers(model, X),
+    "ops": lambda model, folder: th.ops(model, X),
+    "attention": lambda model, folder: th.attention(model, X),
+    "cam": lambda model, folder: th.cam(model, X, 0, "body"),
+    "report": lambda model, folder: th.report(model, X, folder / "report.html", repeats=1),
+    "diff": lambda model, folder: th.diff(model, model, X),
+    "sweep": lambda model, folder: th.sweep(
+        model, X, X + 1, lambda output: output[0, 0], sites="body", dim=None, progress=False
+    ),
+    "extract": lambda model, folder: th.extract(model, X, "body", folder / "features", progress=False),
+}
+
+
+def _table_of_modes() -> dict[str, str]:
+    rows = re.findall(r"^\| (`th\..*?) \| (.*?) \|", (DOCS / "modes.md").read_text(), re.MULTILINE)
+    return {name: mode for names, mode in rows for name in re.findall(r"`th\.(\w+)", names)}
+
+
+def test_the_table_of_modes_has_every_function_that_runs_a_model() -> None:
+    assert _table_of_modes().keys() == RUNS.keys()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_function_runs_the_model_in_the_mode_that_the_table_says(name: str, tmp_path: Path) -> None:
+    model = Modes().train()
+    SEEN.clear()
+    RUNS[name](model, tmp_path)
+    evaluates = _table_of_modes()[name].startswith("evaluation")
+    assert {not evaluates} == SEEN
+    assert all(module.training for module in model.modules())
+
+
+# -- the site ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    pages = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")}
+    assert not [page for page in pages if not (site / page).exists()]
+    # Nothing comes from the web: the site is read where there is none.
+    loaded = [
+        address
+        for page in site.rglob("*.html")
+        for address in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text())
+    ]
+    assert not loaded
+    index = (site / "llms.txt").read_text()
+    assert all(str(page) in index for page in pages)
+    assert "th.capture(model" in (site / "llms-full.txt").read_text()
+
+
+def test_what_a_block_prints_is_written_into_the_page_where_it_shows_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n\n```python\nprint(5)\n```\n")
+    [first, second] = printed(page)
+    assert (first[0].output, first[1], second[0].output, second[1]) == ("3\n", "2\n", None, "5\n")
+    documentation.rewrite(page, [first[1], second[1]])
+    assert page.read_text() == "```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n\n```python\nprint(5)\n```\n"
