@@ -47,22 +47,12 @@ def capture(
     >>> rec["0"].shape
     torch.Size([2, 4])
 
-    What is returned may be opened again and again, each time with a recording of its own; nothing is looked for then.
-
-    >>> session = capture(model, "0")
-    >>> for batch in torch.ones(2, 5, 3):
-    ...     with session as rec:
-    ...         output = model(batch)
-    >>> rec["0"].shape
-    torch.Size([5, 4])
-
-    With ``stop=True``, a pass that has seen every site ends the block, and a loop in it; ``run`` ends that pass alone.
+    The session may be opened again, each time with a recording of its own, for which nothing is looked for again. With
+    ``stop=True`` the pass that has seen every site ends the block, and a loop in it; ``session.run`` ends that pass alone.
 
     >>> session = capture(model, "0", stop=True)
     >>> with session as rec:
     ...     passes = [session.run(batch) for batch in torch.ones(2, 5, 3)]
-    >>> rec.cat("0").shape
-    torch.Size([10, 4])
 
     Args:
         model: The model; it computes what it would without a recording, ``edit`` aside.
