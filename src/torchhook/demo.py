@@ -17,7 +17,7 @@ from torchhook import plot
 from torchhook._attention import attention
 from torchhook._cam.api import cam
 from torchhook._capture import run
-from torchhook._layers import layers
+from torchhook._layers.api import layers
 from torchhook._report.api import report
 from torchhook.errors import require
 

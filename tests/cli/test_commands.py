@@ -56,11 +56,20 @@ def test_report_writes_a_page(torchhook: Command, tmp_path: Path, photos: Path) 
     names.write_text("cat\ndog\nbird\nfish\nfrog\n")
     out = tmp_path / "page.html"
     done = torchhook(
-        "report", SMALL, "--input", photos / "0.png", "--size", 32, "--target", 1, "--classes", names, "-o", out
+        "report", SMALL, "--input", photos / "0.png", "--size", 32, "--target", 1, "--labels", names, "-o", out
     )
     assert (done.code, done.out.strip()) == (0, str(out))
     assert "dog (1)" in out.read_text("utf-8")
     assert json.loads(torchhook("report", SMALL, "--shape", SHAPE, "-o", out, "--json").out)["bytes"] > 10_000
+
+
+def test_report_takes_token_ids(torchhook: Command, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = torchhook("report", "tests.report.nets:Text", "--tokens", "5, 9,2", "-o", out)
+    assert (done.code, done.out.strip()) == (0, str(out))
+    page = out.read_text("utf-8")
+    assert '"tokens":[{"text":"5"' in page
+    assert '"input":"(1, 3)"' in page
 
 
 def test_diff_of_models_says_where_they_part_by_its_exit_code_too(torchhook: Command) -> None:

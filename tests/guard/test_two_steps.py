@@ -342,3 +342,12 @@ def test_hooks_on_parameters_and_their_gradients_see_one_backward_pass() -> None
     assert weight.grad is before
     assert torch.equal(weight.grad, 1 + rec["2.weight:grad"])
     assert len(rec.all("2:grad")) == 1
+
+
+def test_the_models_own_output_is_recorded_once_too() -> None:
+    # Its hook comes when nobody listens any more.
+    model = nn.Sequential(nn.Linear(2, 2), Apply(lambda x: torch.log(x - 100)))
+    with th.capture(model, "(model)", "0") as rec, guard(model, action="record") as g:
+        model(torch.ones(1, 2))
+    assert len(g.findings) == 1
+    assert [(record.site.shown, record.call) for record in rec.records()] == [("0", 0), ("(model)", 0)]

@@ -25,7 +25,7 @@ from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
 from torchhook._classic.featured import Featured, Named, Transform
 from torchhook._core.index import Index
-from torchhook._layers import layers
+from torchhook._layers.api import layers
 from torchhook.errors import ArgumentError, SelectorError
 
 

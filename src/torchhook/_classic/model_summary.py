@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchhook._core.index import Index
-from torchhook._layers import numel
+from torchhook._layers.api import numel
 from torchhook._recording.tables import count
 
 _RULE = "-" * 80

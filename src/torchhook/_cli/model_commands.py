@@ -18,7 +18,7 @@ from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
 from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
-from torchhook._layers import layers as list_layers
+from torchhook._layers.api import layers as list_layers
 from torchhook._recording import arrays, saving
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
@@ -113,13 +113,14 @@ def report(
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     target: Annotated[int | None, typer.Option(help="The class to explain; the most likely if left out.")] = None,
-    classes: Annotated[Path | None, typer.Option(help="Class names, one on a line.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Class names, one on a line, or JSON.")] = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     cam: Annotated[str, typer.Option(help="The method of the class activation map, or 'none'.")] = "gradcam",
     gradients: Annotated[bool, typer.Option(help="Take gradients of the target's score.")] = True,
     attention: Annotated[bool, typer.Option(help="Show attention maps.")] = True,
     file: options.File = None,
     text: options.Text = None,
+    tokens: options.Tokens = None,
     shape: options.Shape = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -137,11 +138,13 @@ def report(
       torchhook report torchhook.demo:efficientnet_lite0 --input cat.jpg --mean 0.5 --std 0.5
 
       torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
+
+      torchhook report transformers:./my-gpt2 --tokens 464,2068,7586,21831
     """
     # Before the model is loaded, which may take a minute: a typo is told at once.
-    method, names = _method(cam), None if classes is None else models.read_classes(classes)
+    method, names = _method(cam), None if labels is None else models.read_classes(labels)
     net = _model(model, weights, allow_pickle, pretrained, device)
-    given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
+    given = inputs.load(inputs.Options(file, text, shape, size, mean, std, tokens=tokens), net, model)
     with console.status(f"running {model}"):
         path = write_report(
             net,
@@ -149,7 +152,7 @@ def report(
             out,
             target=target,
             tokens=given.tokens,
-            classes=names,
+            labels=names,
             # The name that was asked for says more than the class: resnet18, not ResNet.
             title=title or model.rpartition(":")[2],
             gradients=gradients,

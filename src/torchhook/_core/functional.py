@@ -77,7 +77,7 @@ class Listener:
             if self._running and module is self._running[0] and _torch.times_running(module) < 2:
                 self.unwind(0)  # left by an interrupt, which hooks do not see
             if not self._running:
-                own_work.busy = False  # an interrupt may have left it so
+                own_work.busy = 0  # an interrupt may have left it so
             self._running.append(module)
             if len(self._running) == 1:
                 _modes.mode.listen(self)

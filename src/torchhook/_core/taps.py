@@ -41,15 +41,14 @@ class OwnWork(threading.local):
     """Whether hooks of this library run in this thread: whoever listens to operations takes no notice of theirs."""
 
     def __init__(self) -> None:
-        self.busy = False
+        self.busy = 0
+        """How many of them, one in the other."""
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
+    def __enter__(self) -> None:
+        self.busy += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.busy = max(0, self.busy - 1)  # what an interrupt had left was put right meanwhile
 
 
 own_work = OwnWork()
@@ -132,7 +131,7 @@ class Tap:
         """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
         if not listening:
             return self._take(value, source)
-        with own_work():
+        with own_work:
             return self._take(value, source)
 
     def _take(self, value: Any, source: Any) -> Any:
@@ -181,7 +180,7 @@ class OutputTap(Tap):
             and self.is_foreign()
         ):
             return None
-        if self._only_looks and not listening and graph_task() == -1:
+        if self._only_looks and not listening and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
@@ -214,7 +213,7 @@ class RecordTap(OutputTap):
         scope = self.scope
         if scope is None or scope.runs_eagerly or scope not in active.get() or self._does_more or listening:
             return super().__call__(module, args, output)
-        if graph_task() != -1:
+        if repeated or graph_task() != -1:
             return super().__call__(module, args, output)
         call = next(self.calls)
         self.ran = call + 1
@@ -242,7 +241,7 @@ class CustomTap(OutputTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.is_foreign() or id(self) in repeated:
             return
-        with own_work():
+        with own_work:
             value = self.function(module, args, output)
         if value is not None:
             self.take(value)

@@ -69,8 +69,8 @@ def extract(
 
     Args:
         model: The model; it may be in any mode and on any device.
-        data: A data set, a ``DataLoader``, rows as a tensor or a mapping of such, an iterable of batches (of rows, with
-            ``batch_size``), a list that can only hold the one or the other, or the path of a folder of images.
+        data: A data set, a ``DataLoader``, rows as a tensor or a mapping of tensors, an iterable of batches (of rows,
+            with ``batch_size``), a list that can only hold the one or the other, or the path of a folder of images.
         sites: What to keep, by any selector: an address (``"layer4"``, ``"fc:input"``, ``"(model)"``), a glob, a
             module type, a list of these, …
         out: A folder, or a URL that fsspec knows (``s3://…``).

@@ -291,7 +291,7 @@ def _differs(bad: list[Bad[Where]], repeated: Repeated) -> str:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """What is done here is no operation of the model."""
-    with own_work(), _torch.unheard():
+    with own_work, _torch.unheard():
         yield
 
 

@@ -255,7 +255,7 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
-        self._ahead = None
+        self._ahead, self._trained = None, {}
         self.settle()
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
