@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -128,3 +130,24 @@ def test_every_public_name_has_a_known_type() -> None:
     if "Type completeness score" not in done.stdout:
         pytest.skip(f"pyright could not run here: {done.stdout[-200:]}{done.stderr[-200:]}")
     assert "Type completeness score: 100%" in done.stdout, done.stdout[-3000:]
+
+
+def test_the_versions_of_python_that_are_named_are_those_that_are_allowed() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    named = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
+    (least,) = re.findall(r'requires-python = ">=3\.(\d+)"', text)
+    assert named == list(range(int(least), named[-1] + 1))
+    assert f'target-version = "py3{least}"' in text
+    assert named[-1] >= 13
+
+
+def test_no_named_tuple_is_generic() -> None:
+    """Python 3.10 refuses such a class when it is made, and with it the import of the library."""
+    bases = [
+        {getattr(base, "id", getattr(getattr(base, "value", None), "id", "")) for base in node.bases}
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(bases) > 100
+    assert [names for names in bases if {"NamedTuple", "Generic"} <= names] == []
