@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,13 +13,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+import torchhook
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = "import sys; sys.modules.update(dict.fromkeys({}, None)); "
 WITHOUT = BLOCKED.format('("rich", "typer", "click", "matplotlib", "PIL", "jinja2", "pandas", "transformers", "timm")')
 # Few and quick, and from every side: names, files, the command, a picture, a store.
 SUBSET = [
-    "tests/test_public.py",
     "tests/recording/test_names.py",
     "tests/cli/test_errors.py",
     "tests/extract/test_inputs.py",
@@ -109,10 +114,40 @@ def test_the_tests_pass_against_the_installed_wheel(built: Path, tmp_path: Path)
 # -- its types -------------------------------------------------------------------------------------------
 
 
+def _with_pyright(path: str) -> str:
+    found = importlib.util.find_spec("pyright")
+    assert found is not None
+    assert found.origin is not None
+    return os.pathsep.join([path, str(Path(found.origin).parents[1])])
+
+
 @pytest.mark.slow
 def test_every_public_name_has_a_known_type() -> None:
     pytest.importorskip("pyright", reason="pyright is not installed")
-    done = python("-m", "pyright", "--pythonpath", sys.executable, "--verifytypes", "torchhook", "--ignoreexternal")
+    # Where torch is has to be said: of a package that is verified, only its own folder is looked for.
+    path = os.pathsep.join(str(Path(str(module.__file__)).parents[1]) for module in (torchhook, torch))
+    done = python("-m", "pyright", "--verifytypes", "torchhook", "--ignoreexternal", PYTHONPATH=_with_pyright(path))
     if "Type completeness score" not in done.stdout:
         pytest.skip(f"pyright could not run here: {done.stdout[-200:]}{done.stderr[-200:]}")
     assert "Type completeness score: 100%" in done.stdout, done.stdout[-3000:]
+
+
+def test_the_versions_of_python_that_are_named_are_those_that_are_allowed() -> None:
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    named = [int(minor) for minor in re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', text)]
+    (least,) = re.findall(r'requires-python = ">=3\.(\d+)"', text)
+    assert named == list(range(int(least), named[-1] + 1))
+    assert f'target-version = "py3{least}"' in text
+    assert named[-1] >= 13
+
+
+def test_no_named_tuple_is_generic() -> None:
+    """Python 3.10 refuses such a class when it is made, and with it the import of the library."""
+    bases = [
+        {getattr(base, "id", getattr(getattr(base, "value", None), "id", "")) for base in node.bases}
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(bases) > 100
+    assert [names for names in bases if {"NamedTuple", "Generic"} <= names] == []

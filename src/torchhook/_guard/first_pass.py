@@ -199,7 +199,8 @@ class FirstPass(Listener):
     def _judge_inputs(self, run: Run, bad: list[Bad[Where]]) -> bool:
         """Judge the inputs that are not finite; whether any of them is at fault."""
         location = self._location(run.module, run)
-        for (_, _, position, name), _ in bad:
+        for one in bad:
+            _, _, position, name = one.where
             if name:
                 self._judge.judge_input(location, name, run.given[position].as_given)
         return self._judge.is_faulty(run.number)

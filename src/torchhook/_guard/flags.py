@@ -7,10 +7,11 @@ on a NaN, and together they tell masks (``-inf``) from overflows.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from math import isfinite
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,9 @@ _NAN, _HIGH, _LOW = "NaN", "+Inf", "-Inf"
 Where = TypeVar("Where")
 
 
-class Bad(NamedTuple, Generic[Where]):
+# Not a NamedTuple: before Python 3.11, those cannot be generic.
+@dataclasses.dataclass(frozen=True)
+class Bad(Generic[Where]):
     """A tensor that is not finite."""
 
     where: Where
