@@ -58,7 +58,7 @@ class FeatureLayers(Featured):
     ) -> None:
         """Look the paths up; with ``attach=True``, put the hooks on the model."""
         super().__init__(model, feature_layer_paths, attach=attach, transform=transform, edit=edit, caches=caches)
-        self.feature_layer_paths = self.paths
+        self.feature_layer_paths: list[str] = self.paths
 
     def _result(self, named: Named, output: Any) -> Any:
         # In an exported program a dict: it has the names, and loads where this library is not installed.
@@ -116,7 +116,7 @@ class FeatureExtractor(Featured):
     ) -> None:
         """Look the names up; with ``attach=True``, put the hooks on the model."""
         super().__init__(model, layer_names, attach=attach, transform=transform, edit=edit, caches=caches, stop=stop)
-        self.layer_names = self.paths
+        self.layer_names: list[str] = self.paths
 
     def _result(self, named: Named, output: Any) -> Any:
         return dict(named)

@@ -44,6 +44,6 @@ Size = Annotated[int | None, typer.Option(help="Resize and crop images to this."
 Mean = Annotated[str | None, typer.Option(help="Normalize images: 0.5 or 0.48,0.46,0.41.", rich_help_panel=_IN)]
 Std = Annotated[str | None, typer.Option(help="Normalize images: 0.5 or 0.23,0.22,0.23.", rich_help_panel=_IN)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Layers = Annotated[
-    list[str] | None, typer.Option("--layers", "-l", help="An address or glob: layer4, 'blocks.*'. Repeatable.")
+Sites = Annotated[
+    list[str] | None, typer.Option("--sites", "-s", help="An address or glob: layer4, 'blocks.*'. Repeatable.")
 ]

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -40,7 +42,32 @@ def arguments(inputs: Any) -> Inputs:
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Call the model with copies of the inputs: a first layer that works in place must not change the caller's."""
     args, kwargs = tree.map_tensors(Tensor.clone, inputs)
-    return model(*args, **kwargs)
+    return called(model, args, kwargs)
+
+
+def called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the model as Python does. A model that takes no path fails in some layer, with many lines: it is said here.
+
+    >>> called(nn.Linear(2, 1), ("cat.jpg",), {})
+    Traceback (most recent call last):
+    TypeError: the model was called with the path 'cat.jpg', and takes tensors: load the file, and pass what is in it.
+    """
+    try:
+        return model(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        path = next((str(value) for value in (*args, *kwargs.values()) if _is_path(value)), None)
+        if path is None:
+            raise
+        raise TypeError(
+            f"the model was called with the path {path!r}, and takes tensors: load the file, and pass what is in it."
+        ) from error
+
+
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, os.PathLike)
+    # A text of the user's may end with anything, but hardly with a suffix and without a blank.
+    return re.fullmatch(r"\S+\.\w{1,11}", value) is not None
 
 
 def random_numbers() -> Callable[[], None]:

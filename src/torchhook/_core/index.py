@@ -25,7 +25,7 @@ class Index:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
         self.given = model
-        self.root = unwrapped(model)
+        self.root: nn.Module = unwrapped(model)
         """The model itself, without what wraps it."""
         self.followed: list[Step] = []
         """What was followed to find what was asked for."""

@@ -28,10 +28,10 @@ class Table:
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
     ) -> None:
         self.title = title
-        self.columns = [c.removeprefix(">") for c in columns]
-        self.right = [c.startswith(">") for c in columns]
-        self.rows = [[str(cell) for cell in row] for row in rows]
-        self.notes = list(notes)
+        self.columns: list[str] = [c.removeprefix(">") for c in columns]
+        self.right: list[bool] = [c.startswith(">") for c in columns]
+        self.rows: list[list[str]] = [[str(cell) for cell in row] for row in rows]
+        self.notes: list[str] = list(notes)
 
     def __str__(self) -> str:
         cells = [[capped(cell) for cell in row] for row in (self.columns, *self.rows)]

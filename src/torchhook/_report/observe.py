@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.select import Target
 from torchhook._core.session import Session
@@ -74,7 +75,7 @@ def observe(
         leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
         # The backward pass is inside as well: gradients are seen only while the session is open.
         with _some_gradient(model, leaves, gradients):
-            output = model(*inputs.args, **inputs.kwargs)
+            output = calling.called(model, inputs.args, inputs.kwargs)
             found = score(output, target, _examples(given))
             if gradients:
                 _backward(index, found, leaves, layers, numbers_of, notes)
