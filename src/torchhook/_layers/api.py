@@ -112,12 +112,11 @@ def layers(
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
 
-    With ``inputs`` the model runs once, in eval mode and without gradients: a tuple is the arguments, a dict the
-    keyword arguments, ``th.Inputs(args, kwargs)`` both, anything else the one argument. The model, the inputs and the
-    process are left as they were: modes, buffers, caches, gradients, random numbers.
+    With ``inputs`` (a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)``, or the one argument)
+    the model runs once, in eval mode and without gradients, and is left as it was, as are the inputs and the process.
 
     Args:
-        depth: How many levels below the model are listed; all of them if left out.
+        depth: How many levels below the model are listed.
         columns: Some of ``"type"``, ``"kernel"``, ``"output"``, ``"parameters"``, ``"trainable"``, ``"multiply_adds"``
             (as torch's ``FlopCounterMode`` knows them), ``"time"`` and ``"memory"`` (of the output), or ``"all"``.
         device: ``"meta"`` for shapes without memory for weights or values.
