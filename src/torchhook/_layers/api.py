@@ -104,6 +104,7 @@ def layers(
 ) -> Layers:
     """The modules of a model down to ``depth``, with the shapes of their outputs if ``inputs`` are given.
 
+    >>> import torch
     >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(1, 2)))
     Sequential: 2 layers, 9 parameters
     layer    type        output  parameters
@@ -112,8 +113,8 @@ def layers(
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
 
-    With ``inputs`` (a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)``, or the one argument)
-    the model runs once, in eval mode and without gradients, and is left as it was, as are the inputs and the process.
+    With ``inputs`` (a tuple of arguments, a dict of keywords, ``th.Inputs(args, kwargs)``, or the one argument) the
+    model runs once, in eval mode and without gradients, and is left as it was, as are the inputs and the process.
 
     Args:
         depth: How many levels below the model are listed.
