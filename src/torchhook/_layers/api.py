@@ -104,6 +104,7 @@ def layers(
 ) -> Layers:
     """The modules of a model down to ``depth``, with the shapes of their outputs if ``inputs`` are given.
 
+    >>> import torch
     >>> print(layers(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.zeros(1, 2)))
     Sequential: 2 layers, 9 parameters
     layer    type        output  parameters
@@ -111,21 +112,15 @@ def layers(
     (model)  Sequential  (1, 3)           9
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
-    >>> layers(nn.Linear(2, 3), torch.zeros(8, 2), columns="multiply_adds")[0].multiply_adds
-    48
 
-    With ``inputs`` the model runs once, in eval mode and without gradients: a tuple is the arguments, a dict the
-    keyword arguments, ``th.Inputs(args, kwargs)`` both, anything else the one argument. The model, the inputs and the
-    process are left as they were: modes, buffers, caches, gradients, random numbers.
+    With ``inputs`` (a tuple of arguments, a dict of keywords, ``th.Inputs(args, kwargs)``, or the one argument) the
+    model runs once, in eval mode and without gradients, and is left as it was, as are the inputs and the process.
 
     Args:
-        model: Any module.
-        inputs: What the model is called with; nothing runs without.
-        depth: How many levels below the model are listed; all of them if left out.
-        columns: Some of ``"type"``, ``"kernel"``, ``"output"``, ``"parameters"``, ``"trainable"``,
-            ``"multiply_adds"`` (of matrix products, convolutions and attention, as ``FlopCounterMode`` knows them),
-            ``"time"`` (the quickest of a few runs) and ``"memory"`` (of the output); ``"all"`` for all of them.
-        device: ``"meta"`` for shapes without memory: neither weights nor values are needed for them.
+        depth: How many levels below the model are listed.
+        columns: Some of ``"type"``, ``"kernel"``, ``"output"``, ``"parameters"``, ``"trainable"``, ``"multiply_adds"``
+            (as torch's ``FlopCounterMode`` knows them), ``"time"`` and ``"memory"`` (of the output), or ``"all"``.
+        device: ``"meta"`` for shapes without memory for weights or values.
     """
     if isinstance(inputs, int):
         raise TypeError(
