@@ -35,7 +35,7 @@ from torchhook._diff.api import diff
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
 from torchhook._guard.api import guard
-from torchhook._layers import layers, ops
+from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
 from torchhook._sweep import sweep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep, Transform
 from torchhook._core.ranks import Together
+from torchhook._core.scope import Stopped as Stopped
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
@@ -56,6 +56,14 @@ def capture(
     >>> rec["0"].shape
     torch.Size([5, 4])
 
+    With ``stop=True``, a pass that has seen every site ends the block, and a loop in it; ``run`` ends that pass alone.
+
+    >>> session = capture(model, "0", stop=True)
+    >>> with session as rec:
+    ...     passes = [session.run(batch) for batch in torch.ones(2, 5, 3)]
+    >>> rec.cat("0").shape
+    torch.Size([10, 4])
+
     Args:
         model: The model; it computes what it would without a recording, ``edit`` aside.
         selectors: What to keep: an address (``"layer4"``, ``"fc:input"``, ``"relu#1"``, ``"block/softmax"``,
@@ -70,7 +78,7 @@ def capture(
         dtype: Floating-point tensors are cast to this; by default they stay as they are.
         transform: Changes what is kept, not what the model computes: one of ``transforms``, or any function of a value.
         max_records: How many records of each site to keep, the newest; by default all.
-        stop: Whether to leave the block as soon as every site has been seen.
+        stop: Whether to leave the block, or the pass that ``session.run`` calls, when every site has been seen.
         edit: Changes values on their way, as ``th.edit`` does.
         before_edits: Whether to keep values as they are before the edits; by default as they are after them.
         threads: ``"all"`` also records calls from other threads than the one that opens it.
@@ -149,24 +157,6 @@ def _resolved(index: Index, edits: Edits) -> list[tuple[Target, Any]]:
     return [(target, change) for selector, change in edits.items() for target in resolve(index, selector)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stopped:
-    """Stands for the output of a forward pass that ``stop=True`` ended early."""
-
-    at: str
-
-    def __repr__(self) -> str:
-        return f"<no output: the forward pass stopped at {self.at!r}>"
-
-    def __getitem__(self, key: Any) -> Any:
-        raise TypeError(f"the forward pass stopped at {self.at!r}, so the model has no output.")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "at":  # while it is copied or unpickled
-            raise AttributeError(name)
-        raise AttributeError(f"no {name!r}: the forward pass stopped at {self.at!r}, so the model has no output.")
-
-
 def run(
     model: nn.Module,
     *args: Any,
@@ -209,13 +199,7 @@ def run(
             edit=edit,
             before_edits=before_edits,
         )
-    output: Any = session  # which no model returns
-    try:
-        with session as recording:
-            output = model(*args, **{**(kwargs or {}), **model_kwargs})
-    finally:
-        session.close()  # should an interrupt come while the block is being left
-    return Stopped(str(session.scope.stopped_at)) if output is session else output, recording
+    return session.run(*args, **{**(kwargs or {}), **model_kwargs})
 
 
 # Arguments of ``run`` have the names of these two.

@@ -166,7 +166,7 @@ class _Limits:
     """When gradients are limited: as they come, or, in a pipeline, once for all microbatches."""
 
     def __init__(self, index: Index | None, what: str) -> None:
-        self.together = Together(what)
+        self.together: Together = Together(what)
         self._index = index
         self._stages: Any = None
         """The process group of the pipeline."""
@@ -207,7 +207,7 @@ class Clamped(_Limits):
         super().__init__(index, "clamped")  # nobody is asked: each rank clamps what it has
         self._bound = bound
         self._waiting: dict[int, Home] = {}
-        self._end = AtEnd(self._clamp)
+        self._end = AtEnd()
 
     def limit(self, grad: Tensor) -> Tensor | None:
         # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum
@@ -218,7 +218,7 @@ class Clamped(_Limits):
         """A gradient came that is still to be reduced."""
         if self._stages is None:
             self._waiting[id(home.parameter)] = home
-            self._end.ask()
+            self._end.ask(self._clamp)
 
     def _clamp(self) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -238,16 +238,16 @@ class _Shortened(_Limits):
         super().__init__(index, "clipped")
         self._bound = bound
         self._waiting: dict[int, Home] = {}
-        self._end = AtEnd(self._clip)
+        self._end = AtEnd()
 
     def limit(self, grad: Tensor) -> None:
         if self._stages is None:
-            self._end.ask()
+            self._end.ask(self._clip)
 
     def arrived(self, home: Home) -> None:
         if self._stages is None:
             self._waiting[id(home.parameter)] = home
-            self._end.ask()
+            self._end.ask(self._clip)
 
     def _clip(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from torchhook import errors
-from torchhook._torch import compiler_is_loaded
 from torchhook.errors import TorchVersionError
 
 in_trace: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -34,6 +33,11 @@ follows_descriptors = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 _frame_callback: Callable[[], Any] = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None
 )
+
+
+def compiler_is_loaded() -> bool:
+    """Whether anything can have been compiled. Importing the compiler only to ask would take seconds."""
+    return "torch._dynamo" in sys.modules
 
 
 def in_compiled_code() -> bool:

@@ -6,6 +6,7 @@ brings weights to a module, or a microbatch, is known from the stack alone.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -81,6 +82,31 @@ def rank_store() -> Any:
         return None
     find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
     return find() if distributed.get_world_size() > 1 else None
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
+
+
+@contextlib.contextmanager
+def refused_collectives(error: BaseException) -> Iterator[None]:
+    """Whatever would wait for other ranks raises ``error`` in this block; where torch no longer tells, it waits."""
+    if rank_store() is None:
+        yield
+        return
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        yield
+        return
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "namespace", "") in _COLLECTIVES:
+                raise error
+            return func(*args, **(kwargs or {}))
+
+    with Refuses():  # type: ignore[no-untyped-call]
+        yield
 
 
 # -- what runs: frames --------------------------------------------------------------------------------

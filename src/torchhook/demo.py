@@ -7,10 +7,9 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,9 +17,12 @@ from torchhook import plot
 from torchhook._attention import attention
 from torchhook._cam.api import cam
 from torchhook._capture import run
-from torchhook._layers import layers
+from torchhook._layers.api import layers
 from torchhook._report.api import report
 from torchhook.errors import require
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PHOTOGRAPHS = {"chelsea": "Egyptian cat", "coffee": "espresso"}
 SENTENCES = ["A cat sleeps on the warm windowsill.", "The kitten is napping in the sun by the window."]
@@ -71,7 +73,8 @@ def _without_broken_torchvision() -> None:
 
 def main(out: str | Path = "demo") -> None:
     """Print a summary, and write a report and a few pictures to ``out``."""
-    started, console, out = time.perf_counter(), Console(), Path(out)
+    started, out = time.perf_counter(), Path(out)
+    console = require("rich.console", "cli").Console()
     out.mkdir(parents=True, exist_ok=True)
     _see_photographs(console, out)
     _read_sentences(console, out)

@@ -39,7 +39,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from types import FrameType, ModuleType
 from typing import Any
@@ -222,6 +222,16 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def later_warning() -> Callable[[str, type[Warning]], None]:
+    """What warns as ``warn`` does, at the line that is the user's now, when it is called later."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    file, line, registry = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault(_REGISTRY, {})
+    return lambda message, category: warnings.warn_explicit(message, category, file, line, registry=registry)
+
+
+_REGISTRY = "__warningregistry__"
 _NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
 
 

@@ -32,6 +32,27 @@ class Raises(nn.Module):
         raise RuntimeError("two\nlines")
 
 
+class Attention(nn.Module):
+    """As timm writes it: the dropout is there, and the fused call has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attn_drop = nn.Linear(8, 24), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x)
+
+
 ready = small()
 number = 3
 

@@ -61,10 +61,10 @@ def test_arrays_are_compared_with_arrays(torchhook: Command, tmp_path: Path, val
     same, other = kept(values, tmp_path / "b.safetensors"), kept(values | {"3": values["3"] + 1}, tmp_path / "c.npz")
     assert torchhook("diff", one, same).code == 0
     assert torchhook("diff", one, other).code == 1
-    assert torchhook("diff", one, other, "-l", "4").code == 0
+    assert torchhook("diff", one, other, "-s", "4").code == 0
     recorded = tmp_path / "recorded.safetensors"
-    torchhook("run", SMALL, "--input", tmp_path / "x.npy", "-l", "4", "-l", "(model)", "-o", recorded)
-    assert torchhook("diff", recorded, one, "-l", "4").code == 0
+    torchhook("run", SMALL, "--input", tmp_path / "x.npy", "-s", "4", "-s", "(model)", "-o", recorded)
+    assert torchhook("diff", recorded, one, "-s", "4").code == 0
 
 
 def test_layers_are_chosen_whichever_side_runs(
@@ -72,8 +72,8 @@ def test_layers_are_chosen_whichever_side_runs(
 ) -> None:
     file, given = kept(values, tmp_path / "values.npz"), ("--input", tmp_path / "x.npy")
     for sides in ((OTHER, file), (file, OTHER)):
-        assert torchhook("diff", *sides, *given, "-l", "0", "-l", "3").code == 0
-        assert torchhook("diff", *sides, *given, "-l", "4").code == 1
+        assert torchhook("diff", *sides, *given, "-s", "0", "-s", "3").code == 0
+        assert torchhook("diff", *sides, *given, "-s", "4").code == 1
 
 
 def test_names_lead_from_one_side_to_the_other(
@@ -122,7 +122,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(
         ((SMALL, file, *given, "--weights-b", file), "leave out --weights-b"),
         ((file, SMALL, *given, "--weights", file), "leave out --weights."),
         ((file, file, *given), "two files of values are compared as they are, without a run: leave out --input"),
-        ((file, file, "-l", "7"), "-l 7 matches nothing"),
+        ((file, file, "-s", "7"), "--sites 7 matches nothing"),
     ]
     for arguments, sentence in cases:
         done = torchhook("diff", *arguments)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.cli import nets
 from torchhook._cli import inputs
@@ -51,11 +52,37 @@ def test_text_is_cut_into_tokens_by_the_models_own_tokenizer(tmp_path: Path) -> 
     assert given.x["input_ids"].tolist() == [[2, 5, 6, 3]]
 
 
+def test_a_tokenizer_that_makes_no_token_is_said(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizers = pytest.importorskip("tokenizers")
+    # Words that are not in the vocabulary, without a token for the unknown: nothing is left.
+    empty = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    empty.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex("[^a]"), "")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path)
+    transformers.BertConfig(vocab_size=7).save_pretrained(tmp_path)
+    with pytest.raises(Trouble, match=r"makes no token of 'hooks'.*--tokens 1,2,3"):
+        inputs.load(Options(text="hooks"), nets.ready, f"transformers:{tmp_path}")
+
+
+def test_token_ids_are_the_argument_and_checked_against_the_models_table() -> None:
+    class Embeds(nn.Embedding):
+        def get_input_embeddings(self) -> nn.Module:
+            return self
+
+    given = inputs.load(Options(tokens="5, 9,2"), Embeds(10, 2), "any")
+    assert given.x.tolist() == [[5, 9, 2]]
+    with pytest.raises(Trouble, match="--tokens 5,10: the model has 10 tokens, 0 to 9, and 10 is none"):
+        inputs.load(Options(tokens="5,10"), Embeds(10, 2), "any")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "give one input"),
         ({"shape": "1x2", "text": "a"}, "give one input"),
+        ({"shape": "1x2", "tokens": "1"}, "give one input"),
+        ({"tokens": "1,two"}, "--tokens 1,two: give whole numbers with commas between"),
+        ({"tokens": "-1"}, "--tokens -1: give whole numbers"),
         ({"shape": "1xx2"}, "--shape 1xx2: give sizes"),
         ({"text": "hello"}, "text needs a tokenizer"),
         ({"file": Path("absent.png")}, "no input file absent.png"),

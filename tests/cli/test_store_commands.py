@@ -59,7 +59,7 @@ def test_rows_per_shard_is_an_option(torchhook: Command, tmp_path: Path, many: P
     assert open_features(out).manifest.shards == 2
     refused = torchhook(*line, "--no-progress", "--rows-per-shard", 0)
     assert refused.code == 2
-    assert "rows_per_shard=0: give a positive number" in refused.err
+    assert "--rows-per-shard 0: give a positive number" in refused.err
 
 
 @pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5,0.5,0.5"), ("--std", "0.5,0.5,0.5")])

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from collections import UserDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchhook as th
 from tests import models
 from torchhook._core import calling
 from torchhook._core.calling import arguments, call, evaluating, in_mode, random_numbers, undisturbed
@@ -268,3 +270,22 @@ def test_training_mode_ends_with_the_block_too() -> None:
     with in_mode(model, training=True):
         assert all(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [False, False, True]
+
+
+@pytest.mark.parametrize("path", ["cat.jpg", Path("photos") / "cat.jpg", "/data/x.safetensors"])
+@pytest.mark.parametrize("use", [lambda m, x: th.run(m, x), lambda m, x: th.layers(m, x), lambda m, x: th.ops(m, x)])
+def test_a_path_where_a_tensor_is_expected_is_called_a_path(use: Any, path: Any) -> None:
+    with pytest.raises(TypeError, match=r"called with the path '.*', and takes tensors: load the file") as caught:
+        use(nn.Sequential(nn.Conv2d(3, 4, 3)), path)
+    assert isinstance(caught.value.__cause__, (TypeError, AttributeError))
+
+
+def test_a_model_that_takes_texts_or_files_has_its_own_errors() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: Any) -> Any:
+            raise FileNotFoundError(x) if "." in x else TypeError("mine")
+
+    with pytest.raises(FileNotFoundError):
+        th.run(Reads(), "cat.jpg")
+    with pytest.raises(TypeError, match=r"^mine$"):
+        th.run(Reads(), "a text")

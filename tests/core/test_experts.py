@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from torchhook import edits
 from torchhook._capture import run
-from torchhook._layers import ops
+from torchhook._layers.api import ops
 from torchhook._values.tree import Inputs
 
 EXPERTS = "model.layers.1.mlp.experts"

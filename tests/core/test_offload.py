@@ -18,7 +18,7 @@ from torchhook._extract.api import extract
 from torchhook._extract.fingerprint import of_model
 from torchhook._features.api import open_features
 from torchhook._guard.api import guard
-from torchhook._layers import ops
+from torchhook._layers.api import ops
 from torchhook._report.api import report
 from torchhook._watch.api import watch
 from torchhook.errors import NeverRanWarning, SessionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +185,95 @@ def test_one_that_was_built_by_hand_opens_once(net: Net) -> None:
     session.close()
     with pytest.raises(SessionError, match="opens once"):
         session.open()
+
+
+# -- run: a pass that is ended alone -----------------------------------------------------------------
+
+
+def test_run_ends_each_pass_alone_and_records_it_by_itself(net: Net) -> None:
+    session, ran = th.capture(net, "a", stop=True), 0
+    net.b.register_forward_hook(lambda *_: pytest.fail("the pass should have stopped before"))
+    for x in batches():
+        output, rec = session.run(x)
+        ran += 1
+        assert repr(output) == "<no output: the forward pass stopped at 'a'>"
+        seen = net.act(net.a(net.act(x.clone())))
+        assert torch.equal(net.act(rec["a"]), seen)
+    assert ran == 3
+
+
+def test_run_inside_the_block_of_its_session_adds_every_pass_to_one_recording(net: Net) -> None:
+    session = th.capture(net, "a", "act", stop=True)
+    with session as rec:
+        for x in batches():
+            session.run(x)
+        ended = True
+    assert ended
+    # The pass ends at the first call of the last site that is seen.
+    assert torch.equal(rec.cat("a"), torch.cat([by_hand(net, x, "a")[0] for x in batches()]))
+    assert "stop=True ended each forward pass at 'a'" in str(rec)
+    assert hooks_on(net) == []
+
+
+def test_a_pass_that_misses_a_site_does_not_shorten_the_next() -> None:
+    class Sometimes(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if x.sum() < 0 else self.b(self.a(x))
+
+    net, x = Sometimes(), torch.ones(2, 3)
+    session = th.capture(net, "a", "b", stop=True)
+    with session as rec:
+        session.run(-x)
+        session.run(x)
+    assert len(rec.all("a")) == 2
+    assert torch.equal(rec["b"], by_hand(net, x, "b")[0])
+
+
+def test_run_without_stop_gives_the_output_and_lets_errors_through(net: Net) -> None:
+    x = batches()[0]
+    session = th.capture(net, "a")
+    output, rec = session.run(x)
+    assert torch.equal(output, net(x))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
+        session.run(x, mask=None)
+    assert hooks_on(net) == []
+    assert torch.equal(session.run(x)[1]["a"], rec["a"])
+
+
+def test_operations_are_seen_in_every_pass_of_a_block_that_ends_early() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(torch.add(x, 1)) * 0
+
+    model = Adds()
+    session = th.capture(model, "(model)/add", stop=True)
+    with session as rec:
+        for x in batches():
+            session.run(x)
+            torch.add(x, 2)  # outside of the model: none of the session's business
+    assert torch.equal(rec.cat("/add"), torch.cat(batches()) + 1)
+
+
+def test_the_stop_of_an_outer_session_is_not_swallowed(net: Net) -> None:
+    x = batches()[0]
+    with th.capture(net, "a", stop=True) as outer:
+        th.capture(net, "b", stop=True).run(x)
+        pytest.fail("it should have stopped")
+    assert torch.equal(outer["a"], by_hand(net, x, "a")[0])
+
+
+def test_a_block_that_was_left_says_what_it_left_out(net: Net, tmp_path: Path) -> None:
+    with th.capture(net, "a", stop=True) as rec:
+        for x in batches():
+            net(x)
+    said = "stop=True left the block at 'a': calls of the model after this one did not run. session.run(x) ends each"
+    assert said in str(rec)
+    assert said in str(th.load(rec.save(tmp_path / "run.safetensors")))
+    assert th.capture(net, "b", stop=True).run(batches()[0])[1].stopped == "stop=True ended each forward pass at 'b'"
+    with th.capture(net, "b") as whole:
+        net(batches()[0])
+    assert whole.stopped == ""

@@ -83,6 +83,44 @@ def a_rank_raises() -> Any:
     return [str(w.message) for w in said if issubclass(w.category, th.errors.GuardWarning)]
 
 
+class Summed(nn.Module):
+    """Needs the other ranks to run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.detach().sum()
+        distributed.all_reduce(total)
+        return x + total * 0
+
+
+class Bad(nn.Module):
+    """Fails on one rank: in the forward pass, or in the backward pass."""
+
+    def __init__(self, forward: bool) -> None:
+        super().__init__()
+        self.fails_forward = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if distributed.get_rank() == 1:
+            return x + 1
+        return x / 0 if self.fails_forward else (x - x).sqrt()
+
+
+def one_rank_repeats() -> Any:
+    """Rank 0 meets a fault, in a model that can and in one that cannot run on one rank; rank 1 meets none."""
+    found = {}
+    for forward in (True, False):
+        for needs_others in (True, False):
+            torch.manual_seed(0)
+            parts = [nn.Linear(4, 4), Summed() if needs_others else nn.Identity(), Bad(forward)]
+            model = nn.parallel.DistributedDataParallel(nn.Sequential(*parts))
+            with th.guard(model, action="record") as g:
+                output = model(torch.ones(2, 4))
+                (output * 0 if forward else output).nan_to_num(0, 0, 0).sum().backward()
+            found[forward, needs_others] = [(str(f.site), f.unrepeated) for f in g.findings]
+            distributed.barrier()
+    return found
+
+
 def operations_are_the_models_own() -> Any:
     model = fsdp2()
     with th.capture(model, "blocks.0/relu", "blocks.1/add") as rec:
@@ -92,5 +130,12 @@ def operations_are_the_models_own() -> Any:
 
 SCENARIOS = {
     f.__name__: f
-    for f in (weights, nothing_is_found_in_sound_models, gradients, a_rank_raises, operations_are_the_models_own)
+    for f in (
+        weights,
+        nothing_is_found_in_sound_models,
+        gradients,
+        a_rank_raises,
+        one_rank_repeats,
+        operations_are_the_models_own,
+    )
 }

@@ -44,6 +44,18 @@ def test_a_rank_that_raises_says_so_to_those_that_wait_for_it(found: Results) ->
     assert "rank 0: <Finding: an input of the model already holds it (input: 1 NaN)" in heard[0]
 
 
+def test_one_rank_repeats_what_needs_no_other_and_says_where_it_cannot(found: Results) -> None:
+    first, second = found["one_rank_repeats"]
+    assert first[True, False] == [("2/div#0", "")]
+    assert first[True, True] == [("2#0", "it needs the other ranks")]
+    assert first[False, False] == [("2/sqrt#0:grad_input", "")]
+    ((site, why),) = first[False, True]
+    assert site in ("module.0.weight:grad", "0.weight:grad", "0.bias:grad")
+    assert why == "it needs the other ranks"
+    # Its gradients came together with the bad ones of the other rank; its own were good.
+    assert second == {key: [] for key in first}
+
+
 def test_operations_of_fsdp_are_not_the_models(found: Results) -> None:
     for values, x in zip(found["operations_are_the_models_own"], batch().chunk(2), strict=True):
         model = net()

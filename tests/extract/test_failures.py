@@ -160,7 +160,7 @@ def test_a_data_set_that_raises_passes_its_error_on(tmp_path, workers):
     with pytest.raises(KeyError, match="row 100 is broken") as caught:
         do(tmp_path, data=Faulty({100}), workers=workers)
     if hasattr(caught.value, "__notes__"):
-        assert "Committed shards are safe" in caught.value.__notes__[0]
+        assert "Committed shards are safe" in caught.value.__notes__[-1]
     assert len(jobs.store_bytes(tmp_path)) == 6
     do(tmp_path, data=Faulty(()), workers=workers)
     check_whole(tmp_path)

@@ -10,7 +10,7 @@ from torch import nn
 from torchhook import transforms
 from torchhook._extract.api import extract
 from torchhook._extract.image_folder import ImageFolder
-from torchhook.errors import ExtractError
+from torchhook.errors import DataWarning, ExtractError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -61,7 +61,8 @@ def test_settings_are_taken_from_the_model(folder):
 
 def test_a_path_is_enough(folder, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    features = extract(model, folder, "0", tmp_path / "f", transform=transforms.pool("mean"), progress=False)
+    with pytest.warns(DataWarning, match=r"as for ImageNet: bicubic to 256, cropped to 224 × 224, mean 0.485, .*size="):
+        features = extract(model, folder, "0", tmp_path / "f", transform=transforms.pool("mean"), progress=False)
     assert list(features.ids) == ["cat/a.png", "cat/b.png", "dog/deep/y.png", "dog/x.PNG"]
     assert features.labels[:].tolist() == [0, 0, 2, 1]
     image = ImageFolder(folder).load("dog/x.PNG")
@@ -150,7 +151,12 @@ def test_names_that_are_no_text_are_stored_so_that_one_can_read_them(tmp_path):
         pytest.skip("this file system takes only text for names")
     Image.new("RGB", (8, 8), (0, 0, 255)).save(folder / "ü.png")
     features = extract(
-        nn.Sequential(nn.Identity()), folder, "0", tmp_path / "f", transform=transforms.pool(), progress=False
+        nn.Sequential(nn.Identity()),
+        ImageFolder(folder),
+        "0",
+        tmp_path / "f",
+        transform=transforms.pool(),
+        progress=False,
     )
     assert sorted(features.ids) == ["caf\\xe9.png", "ü.png"]
     assert features["0"][list(features.ids).index("caf\\xe9.png")][0] > 2  # red
@@ -180,3 +186,43 @@ def test_any_function_of_an_image_prepares_it(folder, tmp_path):
     assert torch.equal(data[0][0], prepare(Image.open(folder / "cat/a.png").convert("RGB")))
     features = extract(nn.Sequential(nn.Flatten()), data, "0", tmp_path / "f", progress=False)
     assert torch.equal(features["0"][0], data[0][0].flatten())
+
+
+# -- what was used is said --------------------------------------------------------------------------------
+
+
+def test_the_preparation_and_the_classes_are_kept_with_the_features(folder, tmp_path):
+    data = ImageFolder(folder, size=16, crop=0.8, mean=(0.5,) * 3, std=(0.25,) * 3)
+    assert data.preparation == "bicubic to 20, cropped to 16 × 16, mean 0.5, 0.5, 0.5, std 0.25, 0.25, 0.25"
+    for name, rows in (("f", data), ("g", torch.utils.data.Subset(data, [3, 0]))):
+        features = extract(nn.Sequential(nn.Flatten()), rows, "0", tmp_path / name, progress=False)
+        assert features.classes == ["cat", "dog", "dog/deep"]
+        assert f"images: {data.preparation}" in str(features)
+        assert "classes: cat, dog, dog/deep" in str(features)
+    features = extract(nn.Sequential(nn.Flatten()), data, "0", tmp_path / "h", labels=False, progress=False)
+    assert features.classes is None
+
+
+def test_a_function_that_prepares_images_is_shown_on_one_line(folder):
+    class Prepares:
+        def __call__(self, image):
+            return torch.zeros(3, 4, 4)
+
+        def __repr__(self):
+            return "Prepares(\n    size=4\n)"
+
+    assert ImageFolder(folder, prepare=Prepares()).preparation == "Prepares(size=4)"
+    assert " at 0x" not in ImageFolder(folder, prepare=lambda image: image).preparation
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_is_named_with_its_row_and_what_can_be_done(folder, tmp_path, workers):
+    (folder / "dog" / "x.PNG").write_bytes(b"nonsense")
+    data = ImageFolder(folder, size=8)
+    told = r"dog/x\.PNG, row 3 of the data, cannot be read as an image: .*\. Repair or remove it, or pass on_error="
+    with pytest.raises(ExtractError, match=told) as caught:
+        extract(nn.Sequential(nn.Flatten()), data, "0", tmp_path / "f", workers=workers, progress=False)
+    assert "Traceback" not in str(caught.value)
+    found = extract(nn.Sequential(nn.Flatten()), data, "0", tmp_path / "f", on_error="skip", progress=False)
+    assert list(found.skipped) == [3]
+    assert "on_error" not in found.skipped[3]

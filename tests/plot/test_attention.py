@@ -56,9 +56,62 @@ def test_words_are_shaded_by_how_much_they_are_looked_at(weights: torch.Tensor) 
 
 def test_words_label_the_map(weights: torch.Tensor) -> None:
     words = ["the", "cat", "sat", "on", "a", "mat"]
-    (ax,) = attention(weights, tokens=words, heads=0).axes
+    ax, bar = attention(weights, tokens=words, heads=0).axes
+    assert (ax.get_xlabel(), ax.get_ylabel(), bar.get_ylabel()) == ("key", "query", "weight")
     assert [t.get_text() for t in ax.get_xticklabels()] == words
     assert [t.get_text() for t in ax.get_yticklabels()] == words
+
+
+@pytest.mark.parametrize(("heads", "shape"), [(12, (3, 4)), (16, (4, 4)), (2, (1, 2)), (5, (2, 3))])
+@pytest.mark.parametrize("tokens", [None, list("abcdef")])
+def test_many_heads_stand_in_a_square(heads: int, shape: tuple[int, int], tokens: list[str] | None) -> None:
+    figure = attention(torch.rand(1, heads, 6, 6).softmax(-1), tokens=tokens)
+    grid = figure.axes[0].get_subplotspec().get_gridspec()
+    assert (grid.nrows, grid.ncols) == shape
+    assert max(figure.get_size_inches()) < 14
+    # The axes have names, once for each row and column.
+    assert [ax.get_ylabel() for ax in figure.axes] == ["query" if i % shape[1] == 0 else "" for i in range(heads)]
+    assert sum(ax.get_xlabel() == "key" for ax in figure.axes) == shape[1]
+
+
+def masked(*hidden: int, uniform: tuple[int, ...] = ()) -> torch.Tensor:
+    """Maps of six tokens, some of which nobody looks at."""
+    scores = torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    scores[..., list(hidden)] = -torch.inf
+    weights = scores.softmax(-1)
+    weights[:, :, list(uniform)] = 1 / 6
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "kept"),
+    [
+        (masked(4, 5), slice(0, 4)),
+        (masked(0, 1), slice(2, 6)),
+        (masked(0, 1, uniform=(0, 1)), slice(2, 6)),
+        (masked(2), slice(0, 6)),
+        (torch.full((1, 2, 6, 6), 1 / 6), slice(0, 6)),
+    ],
+    ids=["after", "before", "before, spread evenly", "in the middle", "all even"],
+)
+def test_padding_is_cut(weights: torch.Tensor, kept: slice) -> None:
+    words = list("abcdef")
+    figure = attention(weights, tokens=words)
+    for found, expected in zip(arrays(figure), weights[0], strict=True):
+        np.testing.assert_array_equal(found, expected[kept, kept].numpy())
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == words[kept]
+    said = "" if figure.get_suptitle() == "" else figure.get_suptitle().replace("\n", " ")
+    assert said == ("" if kept == slice(0, 6) else "4 of 6 tokens, without padding")
+    # Names of what is left will do as well, and padding can be kept.
+    assert len(arrays(attention(weights, tokens=words[kept]))[0]) == len(words[kept])
+    assert len(arrays(attention(weights, tokens=words, padding=True))[0]) == 6
+
+
+def test_a_query_is_counted_with_the_padding_that_is_cut() -> None:
+    figure = attention(masked(0, 1), tokens=list("abcdef"), query=3, heads=0)
+    assert [t.get_text() for t in figure.axes[0].texts if t.get_fontweight() == "bold"] == ["d"]
+    with pytest.raises(IndexError, match="query=0 is padding"):
+        attention(masked(0, 1), tokens=list("abcdef"), query=0)
 
 
 @pytest.mark.parametrize(("keys", "query", "expected"), [(50, None, 0), (50, 7, 7), (49, 3, 3)])

@@ -76,6 +76,31 @@ def test_positions_can_have_names(result: Sweep) -> None:
         plot.sweep(result, tokens=["the", "cat"])
 
 
+def test_both_tokens_stand_where_two_prompts_differ(result: Sweep) -> None:
+    ax = plot.sweep(result, tokens=["the", "cat", "sat"], corrupted_tokens=["the", "dog", "sat"]).axes[0]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["the", "cat / dog", "sat"]
+    with pytest.raises(ValueError, match="2 corrupted tokens do not belong to 3 clean ones"):
+        plot.sweep(result, tokens=["the", "cat", "sat"], corrupted_tokens=["the", "dog"])
+    with pytest.raises(ValueError, match="give both"):
+        plot.sweep(result, corrupted_tokens=["the", "dog", "sat"])
+
+
+def test_a_metric_that_is_the_same_for_both_is_said() -> None:
+    figure = plot.sweep(Sweep(torch.ones(2, 1), ["a", "b"], None, 1.5, 1.5))
+    title = figure.axes[0].get_title(loc="left").replace("\n", " ")
+    assert title == "Patching 2 sites: clean and corrupted are both 1.5, nothing to bring back"
+    asked = plot.sweep(Sweep(torch.ones(2, 1), ["a", "b"], None, 1.5, 1.5), normalized=False)
+    assert "nothing" not in asked.axes[0].get_title(loc="left")
+
+
+def test_a_color_bar_says_where_its_colors_end(result: Sweep) -> None:
+    figure = plot.sweep(result, normalized=False)
+    (image,) = figure.axes[0].images
+    ticks = [float(t.get_text().replace("\u2212", "-")) for t in figure.axes[1].get_yticklabels()]
+    assert (ticks[0], ticks[-1]) == pytest.approx((image.norm.vmin, image.norm.vmax), rel=0.01)
+    assert ticks == sorted(ticks)
+
+
 def test_a_position_that_is_not_there_is_gray(result: Sweep) -> None:
     (image,) = plot.sweep(result, normalized=False).axes[0].images
     assert np.isnan(np.asarray(image.get_array())[0, 2]) or np.ma.is_masked(image.get_array())

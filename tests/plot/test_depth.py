@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import torchhook as th
-from torchhook.plot import gradient_flow, statistics, style
+from torchhook.plot import gradient_flow, histogram, statistics, style
 
 pytest.importorskip("matplotlib")
 
@@ -104,3 +105,27 @@ def test_small_ticks_look_like_the_others() -> None:
     axis = figure.axes[0].yaxis
     sizes = {tick.label1.get_fontsize() for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())}
     assert sizes == {style.SMALL}
+
+
+class Block(nn.Module):
+    """As in every ResNet: one ReLU for two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.relu = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.conv2(self.relu(self.conv1(x))) + x)
+
+
+def test_a_module_that_is_used_again_stands_where_it_ran(tmp_path: Path) -> None:
+    model, ran = Block(), ["conv1", "relu#0", "conv2", "relu#1"]
+    with th.capture(model, "*", "*:grad") as rec:
+        model(torch.rand(1, 2, 4, 4)).sum().backward()
+    with th.capture(model, "*") as forward, torch.no_grad():
+        model(torch.rand(1, 2, 4, 4))
+    # What is read back from a file has the same order.
+    for recording, flow in ((forward, rec), (th.load(forward.save(tmp_path / "f")), th.load(rec.save(tmp_path / "r")))):
+        assert labels(statistics(recording).axes[1]) == ran
+        assert labels(gradient_flow(flow).axes[0]) == ran
+        assert [t.get_text() for t in histogram(recording).axes[0].get_yticklabels()] == ran

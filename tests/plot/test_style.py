@@ -119,3 +119,16 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install matplotlib pillow \(torchhook"):
         plot.histogram(torch.randn(10))
+
+
+def test_a_long_title_takes_two_lines_and_keeps_its_size() -> None:
+    short, long = plot.histogram(torch.randn(9), title="short"), plot.histogram(torch.randn(9), title="a word " * 20)
+    titles = [
+        next(t for t in figure.axes[0].get_children() if t is figure.axes[0]._left_title) for figure in (short, long)
+    ]
+    assert titles[0].get_fontsize() == titles[1].get_fontsize()
+    assert "\n" in titles[1].get_text()
+    long.canvas.draw()
+    assert titles[1].get_window_extent().x1 <= long.bbox.x1
+    one, two = (plot.overlay(torch.rand(n, 3, 8, 8), torch.rand(n, 4, 4), titles=["a"] * n) for n in (1, 2))
+    assert one.axes[0].title.get_fontsize() == two.axes[0].title.get_fontsize()

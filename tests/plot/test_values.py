@@ -135,7 +135,7 @@ def test_values_come_by_site_and_call() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), relu, torch.nn.Linear(3, 2), relu)
     with th.capture(model, "*") as recording:
         model(torch.ones(1, 2))
-    assert [v.name for v in values(recording)] == ["0", "1#0", "1#1", "2"]
+    assert [v.name for v in values(recording)] == ["0", "1#0", "2", "1#1"]
     assert [v.name for v in values(recording, ["2", "0"])] == ["2", "0"]
     with pytest.raises(MissingRecordError):
         values(recording, "nothing")

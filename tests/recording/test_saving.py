@@ -139,7 +139,7 @@ def test_a_key_value_cache_is_printed_walked_and_saved_again(tmp_path: Path) -> 
     rec = Recording("Net")
     rec.opened(Site("")).append((0, 0, (torch.ones(2), cache)))
     loaded = th.load(rec.save(tmp_path / "a"))
-    assert "DynamicCache{layers=[DynamicLayer{keys=(1, 2, 3, 4), values=(1, 2, 3, 4)" in str(loaded)
+    assert "((2,), cache of 2 layers)" in str(loaded)
     layer = loaded[""][1].layers[1]
     assert torch.equal(layer.keys, cache.layers[1].keys)
     assert torch.equal(layer["values"], cache.layers[1].values)

@@ -129,3 +129,16 @@ def test_size_and_count_stay_within_one_percent_of_the_number(number: int) -> No
     assert abs(float(value) * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit) - number) <= 0.05 * number
     value, unit = count(number).split(" ")
     assert abs(float(value) * 1000 ** ["", "K", "M", "G", "T"].index(unit) - number) <= 0.01 * number
+
+
+def test_a_cell_that_is_too_long_gives_way_in_its_middle() -> None:
+    name, text = "transformer." * 20 + "attn", "x" * 600
+    table = Table("Wide", ["name", "text", ">n"], [[name, text, "1"], ["a", "b", "2"]])
+    lines = str(table).splitlines()
+    assert max(map(len, lines)) <= 2 * 96 + 5
+    assert lines[3].startswith("transformer.")
+    assert "former.attn  xxx" in lines[3]
+    assert f'title="{text}"' in table._repr_html_()
+    assert Cells(table._repr_html_()).rows[1][1] == f"{'x' * 55}…{'x' * 40}"
+    # As it was given, for whoever reads the rows.
+    assert table.rows[0] == [name, text, "1"]

@@ -175,6 +175,39 @@ def test_a_narrow_page_needs_no_sideways_scrolling(browser: Any, photo: Path) ->
     page.close()
 
 
+def test_every_time_has_one_unit_and_bars_are_shares_of_the_model(page: Any) -> None:
+    times = page.eval_on_selector_all("#rows .c-time", "all => all.map(t => t.textContent).filter(Boolean)")
+    assert {text.split()[-1] for text in times} == {"ms"}
+    row = "#rows .row:has([title='{}']) .c-time"
+    share = page.eval_on_selector(row.format("stem.0") + " i", "bar => parseFloat(bar.style.width) / 100")
+    parts = page.evaluate(
+        "JSON.parse(document.getElementById('data').textContent).layers.map(l => [l.path, l.seconds])"
+    )
+    seconds = dict(parts)
+    assert share == pytest.approx(seconds["stem.0"] / seconds[""], rel=1e-3)
+    assert "A plain forward pass takes" in page.text_content("#detail")
+
+
+def test_bars_of_a_histogram_are_as_high_as_their_counts(page: Any) -> None:
+    page.click("[title='stem.0'] b")
+    heights = page.eval_on_selector_all(".spread:first-child rect", "all => all.map(r => +r.getAttribute('height'))")
+    line = "document.getElementById('details').textContent.split('\\n')[2]"
+    counts = page.evaluate(f"JSON.parse({line}).calls[0].value.counts")
+    assert heights == pytest.approx([100 * count / max(counts) for count in counts])
+
+
+def test_print_unfolds_what_the_screen_has_folded(page: Any) -> None:
+    page.focus("#tree")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    folded = len(visible(page))
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    layers = page.evaluate("JSON.parse(document.getElementById('data').textContent).layers.length")
+    assert page.locator("#rows .row").count() == layers > folded
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert len(visible(page)) == folded
+
+
 def test_print_shows_every_row(page: Any, tmp_path: Path) -> None:
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
@@ -203,9 +236,17 @@ def test_text_models_show_tokens_and_heads(tab: Tab, tmp_path: Path) -> None:
     page.click("[title='encoder.self_attn'] b")
     head = page.locator("#detail section", has_text="Attention").locator("figure").nth(1)
     assert head.locator("figcaption").text_content() == "head 0"
+    head.scroll_into_view_if_needed()
     box = head.locator(".tile").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.3)
     assert head.locator("figcaption").text_content() == "hooks → [SEP]"
+    # One map is large, with the tokens at its sides; a click chooses which.
+    large = page.locator("#detail .labelled")
+    assert large.locator(".which").text_content() == "mean"
+    head.click()
+    assert large.locator(".which").text_content() == "head 0"
+    assert large.locator(".down i").all_text_contents() == large.locator(".across i").all_text_contents() == words
+    assert page.locator("#detail h3", has_text="Feature maps").count() == 0
     assert (tab.said, tab.foreign) == ([], [])
 
 

@@ -197,6 +197,7 @@ def test_a_part_that_is_not_a_leaf_has_an_address_too() -> None:
         (torch.zeros(3), "(3,)"),
         (torch.zeros(2, 3), "(2, 3)"),
         ((torch.zeros(2, 3), None), "((2, 3), None)"),
+        ((torch.zeros(2, 3),), "((2, 3),)"),
         ([torch.zeros(1)] * 6, "[(1,), (1,), (1,), (1,), … 6 in all]"),
         ({"a": torch.zeros(1), "b": None, "c": 3}, "{a=(1,), c=3}"),
         (Pair(torch.zeros(1), "x"), "Pair{left=(1,), right='x'}"),
@@ -212,6 +213,35 @@ def test_a_part_that_is_not_a_leaf_has_an_address_too() -> None:
 )
 def test_describe_by_example(value: Any, text: str) -> None:
     assert tree.describe(value) == text
+
+
+def test_a_value_with_many_parts_is_summarized_in_one_line() -> None:
+    grown = [torch.empty(2, i, 64, 64, 64, 64, 64, 64, 64, 64, device="meta") for i in range(30)]
+    states = (torch.zeros(1, 10, 64),) * 13
+    output = {"flag": True, "loss": None, "logits": torch.zeros(1, 10, 200), "hidden_states": states, "note": "x" * 24}
+    assert tree.describe(output) == "logits (1, 10, 200) + hidden_states 13 × (1, 10, 64) + 2 more"
+    assert tree.describe(((torch.zeros(1, 4, 10, 16),) * 2,) * 12) == "12 × ((1, 4, 10, 16), (1, 4, 10, 16))"
+    assert tree.describe(grown) == "[(2, 0, 64, 64, 64, 64, 64, 64, 64, 64), 29 more]"
+    assert tree.describe((torch.zeros(1, 10, 64), {str(i): torch.zeros(1, 10, 64) for i in range(9)})) == (
+        "((1, 10, 64), dict of 9 tensors)"
+    )
+    assert tree.describe({"x" * 300: 1}).endswith("…")
+
+
+def test_the_outputs_of_a_language_model_are_named_with_their_cache() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=8, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    output = transformers.GPT2Model(config)(torch.zeros(1, 10, dtype=torch.long))
+    assert tree.describe(output) == "last_hidden_state (1, 10, 8) + cache of 12 layers"
+
+
+@patient
+@given(TREES)
+def test_no_value_takes_more_than_a_line(value: Any) -> None:
+    assert len(tree.describe(value)) <= 72
+    assert len(tree.describe([value, {"key": value}, (value,)] * 9)) <= 72
 
 
 def test_tensors_are_put_in_by_place() -> None:

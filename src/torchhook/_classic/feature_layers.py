@@ -25,7 +25,7 @@ from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
 from torchhook._classic.featured import Featured, Named, Transform
 from torchhook._core.index import Index
-from torchhook._layers import layers
+from torchhook._layers.api import layers
 from torchhook.errors import ArgumentError, SelectorError
 
 
@@ -58,7 +58,7 @@ class FeatureLayers(Featured):
     ) -> None:
         """Look the paths up; with ``attach=True``, put the hooks on the model."""
         super().__init__(model, feature_layer_paths, attach=attach, transform=transform, edit=edit, caches=caches)
-        self.feature_layer_paths = self.paths
+        self.feature_layer_paths: list[str] = self.paths
 
     def _result(self, named: Named, output: Any) -> Any:
         # In an exported program a dict: it has the names, and loads where this library is not installed.
@@ -116,7 +116,7 @@ class FeatureExtractor(Featured):
     ) -> None:
         """Look the names up; with ``attach=True``, put the hooks on the model."""
         super().__init__(model, layer_names, attach=attach, transform=transform, edit=edit, caches=caches, stop=stop)
-        self.layer_names = self.paths
+        self.layer_names: list[str] = self.paths
 
     def _result(self, named: Named, output: Any) -> Any:
         return dict(named)

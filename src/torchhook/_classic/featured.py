@@ -57,10 +57,14 @@ class Featured(Facade):
         stop: bool = False,
     ) -> None:
         super().__init__(model)
-        self.paths = [paths] if isinstance(paths, str) else list(paths)
+        self.paths: list[str] = [paths] if isinstance(paths, str) else list(paths)
         if edit is not None and not isinstance(edit, Mapping):
             raise ArgumentError(f"edit must be a dict of selectors and edits, found {type(edit).__name__}.")
         Keep("live", transform=transform)  # which refuses what is no transform
+        self.transform: Transform | None
+        self.edit: dict[Any, Any]
+        self.caches: bool
+        self.stop: bool
         self.transform, self.edit, self.caches, self.stop = transform, dict(edit or {}), caches, stop
         if stop and not self.paths:
             raise ArgumentError("stop=True ends the forward pass at the last layer: name at least one.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchhook._core.index import Index
-from torchhook._layers import numel
+from torchhook._layers.api import numel
 from torchhook._recording.tables import count
 
 _RULE = "-" * 80
@@ -19,20 +19,22 @@ def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
 
 
 def model_summary(model: nn.Module, max_depth: int = -1, show_zero_params: bool = True) -> None:
-    """Print the parameters of a model and of each of its layers; a tied weight counts where it comes first."""
+    """Print the parameters of a model and of each layer; a tied weight counts in every layer, and once in the total."""
     total, trainable = count_parameters(model), count_parameters(model, trainable_only=True)
     wide = "=" * 80
     lines = [wide, f"Model Summary: {type(model).__name__}", _RULE]
     for title, number in (("Total", total), ("Trainable", trainable), ("Non-trainable", total - trainable)):
         lines.append(f"{title} Parameters: {count(number)}")
     lines += [_RULE, f"{'Layer Name':<40} {'Total Params':<20} {'Trainable Params':<20}", wide]
-    seen: set[nn.Parameter] = set()  # a tied weight counts once, so that the column adds up to the total
+    listed: set[tuple[str, int]] = set()
     for path, module in Index(model).modules.items():
-        new = [p for p in module.parameters(recurse=False) if p not in seen]
-        seen.update(new)
+        own = list(module.parameters(recurse=False))
         depth = path.count(".")  # from 0, as in TorchHook 0.2; ``layers`` counts levels from 1
-        if not path or (max_depth != -1 and depth > max_depth) or not (new or show_zero_params):
+        place = path.rpartition(".")[0], id(module)
+        # A child that its parent has under two names is one child, as ``named_children`` has it.
+        if not path or place in listed or (max_depth != -1 and depth > max_depth) or not (own or show_zero_params):
             continue
-        sizes = [sum(map(numel, new)), sum(numel(p) for p in new if p.requires_grad)]
+        listed.add(place)
+        sizes = [sum(map(numel, own)), sum(numel(p) for p in own if p.requires_grad)]
         lines.append(f"{'  ' * depth + path:<40} {count(sizes[0]):<20} {count(sizes[1]):<20}")
     print("\n".join([*lines, wide]))

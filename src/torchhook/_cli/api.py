@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
 from torchhook._cli import console, model_commands, store_commands
-from torchhook._cli.errors import Trouble, short, spoken
+from torchhook._cli.errors import Trouble, spoken, told
 from torchhook._version import __version__
 
 app = typer.Typer(
@@ -59,12 +60,14 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; errors become one line on stderr and exit code 2.
+    """Run the command line; errors are told on stderr without a traceback, and the exit code is 2.
 
     The environment variable ``TORCHHOOK_TRACEBACK=1`` shows where they come from.
     """
     try:
-        app(None if arguments is None else list(arguments))
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            app(None if arguments is None else list(arguments))
     except KeyboardInterrupt:
         # What shells give for an interrupt: 128 and the number of the signal.
         raise SystemExit(130) from None
@@ -77,8 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         # Our own messages stand by themselves; of others, KeyError: 'x' for one, the class is half of what is said.
         name = "" if isinstance(error, Trouble) or type(error).__module__.startswith("torchhook.") else _kind(error)
-        console.say(f"torchhook: {name}{spoken(short(error))}")
+        console.say(f"torchhook: {name}{spoken(told(error))}")
         raise SystemExit(2) from None
+
+
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    # Of ours, the line of Python that they point at is the command's own, and says nothing to its user.
+    ours = category.__module__.startswith("torchhook.")
+    console.say(
+        f"torchhook: {spoken(str(message))}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
+    )
 
 
 def _kind(error: Exception) -> str:

@@ -37,23 +37,30 @@ class Options(NamedTuple):
     mean: str | None = None
     std: str | None = None
     seed: int = 0
+    tokens: str | None = None
 
     @property
     def given(self) -> bool:
-        return any(part is not None for part in (self.file, self.text, self.shape))
+        return bool(self.chosen)
+
+    @property
+    def chosen(self) -> list[Path | str]:
+        """The inputs that were named, of which one is wanted."""
+        # By None and not by truth: an empty text is an input too.
+        return [part for part in (self.file, self.text, self.tokens, self.shape) if part is not None]
 
 
 def load(options: Options, model: nn.Module, name: str) -> Given:
     """The input on the device of the model."""
-    # By None and not by truth: an empty text is an input too.
-    chosen = [part for part in (options.file, options.text, options.shape) if part is not None]
-    if len(chosen) != 1:
+    if len(options.chosen) != 1:
         raise Trouble(
-            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, or "
-            "--shape 1x3x224x224."
+            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, --shape 1x3x224x224, "
+            "or, for a report, --tokens 1,2,3."
         )
     if options.text is not None:
         given = _text(options.text, name)
+    elif options.tokens is not None:
+        given = Given(_tokens(options.tokens, model))
     elif options.shape is not None:
         given = Given(_random(options.shape, options.seed))
     else:
@@ -141,6 +148,18 @@ def _random(shape: str, seed: int) -> torch.Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
 
 
+def _tokens(text: str, model: nn.Module) -> torch.Tensor:
+    if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text):
+        raise Trouble(f"--tokens {text}: give whole numbers with commas between, as in 464,2068,7586.")
+    ids = [int(part) for part in text.split(",")]
+    # Beyond its table a model would fail deep inside, on a GPU with a message about something else.
+    table: Any = getattr(model, "get_input_embeddings", None)
+    known = getattr(None if table is None else table(), "num_embeddings", None)
+    if known is not None and max(ids) >= known:
+        raise Trouble(f"--tokens {text}: the model has {known:,} tokens, 0 to {known - 1}, and {max(ids)} is none.")
+    return torch.tensor([ids])
+
+
 def _text(text: str, name: str) -> Given:
     path = config_of(name)
     if path is None:
@@ -156,4 +175,9 @@ def _text(text: str, name: str) -> Given:
         raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
     # Cut at the model's own limit: many have no embedding for further positions, and would fail deep inside.
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
+    if not batch["input_ids"].numel():
+        raise Trouble(
+            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids (report "
+            "has --tokens 1,2,3, the others take .safetensors)."
+        )
     return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))

@@ -18,8 +18,8 @@ from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
 from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
-from torchhook._layers import layers as list_layers
-from torchhook._recording import arrays
+from torchhook._layers.api import layers as list_layers
+from torchhook._recording import arrays, saving
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
 from torchhook._report.api import report as write_report
@@ -64,7 +64,7 @@ def layers(
 
 def run(
     model: options.Model,
-    capture: options.Layers = None,
+    sites: options.Sites = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Save the recording as .safetensors.")] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the forward pass at the last captured site.")] = False,
     file: options.File = None,
@@ -83,15 +83,17 @@ def run(
 
     [bold]Examples[/bold]
 
-      torchhook run torchvision:resnet18 -l 'layer*' -l fc:input --input cat.jpg -o cat.safetensors
+      torchhook run torchvision:resnet18 -s 'layer*' -s fc:input --input cat.jpg -o cat.safetensors
 
-      torchhook run timm:vit_tiny_patch16_224 -l 'blocks.*.attn' --shape 1x3x224x224 --json
+      torchhook run timm:vit_tiny_patch16_224 -s 'blocks.*.attn' --shape 1x3x224x224 --json
     """
+    if out is not None:  # not after the run, which may take minutes
+        saving.named(out)
     net = _model(model, weights, allow_pickle, pretrained, device)
     args, kwargs = arguments(inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model).x)
     # Kept on the CPU: a recording of every layer may be many times as large as the model.
     with console.status(f"running {model}"), torch.no_grad():
-        output, recording = run_once(net, *args, capture=capture, stop=stop, kwargs=kwargs, device="cpu")
+        output, recording = run_once(net, *args, capture=sites, stop=stop, kwargs=kwargs, device="cpu")
     saved = None if out is None else recording.save(out)
     if json:
         records = [
@@ -111,13 +113,14 @@ def report(
     model: options.Model,
     out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     target: Annotated[int | None, typer.Option(help="The class to explain; the most likely if left out.")] = None,
-    classes: Annotated[Path | None, typer.Option(help="Class names, one on a line.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Class names, one on a line, or JSON.")] = None,
     title: Annotated[str | None, typer.Option(help="The title of the page.")] = None,
     cam: Annotated[str, typer.Option(help="The method of the class activation map, or 'none'.")] = "gradcam",
     gradients: Annotated[bool, typer.Option(help="Take gradients of the target's score.")] = True,
     attention: Annotated[bool, typer.Option(help="Show attention maps.")] = True,
     file: options.File = None,
     text: options.Text = None,
+    tokens: options.Tokens = None,
     shape: options.Shape = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -135,11 +138,13 @@ def report(
       torchhook report torchhook.demo:efficientnet_lite0 --input cat.jpg --mean 0.5 --std 0.5
 
       torchhook report transformers:./my-bert --text 'Hooks see what passes.' -o bert.html
+
+      torchhook report transformers:./my-gpt2 --tokens 464,2068,7586,21831
     """
     # Before the model is loaded, which may take a minute: a typo is told at once.
-    method, names = _method(cam), None if classes is None else models.read_classes(classes)
+    method, names = _method(cam), None if labels is None else models.read_classes(labels)
     net = _model(model, weights, allow_pickle, pretrained, device)
-    given = inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model)
+    given = inputs.load(inputs.Options(file, text, shape, size, mean, std, tokens=tokens), net, model)
     with console.status(f"running {model}"):
         path = write_report(
             net,
@@ -147,7 +152,7 @@ def report(
             out,
             target=target,
             tokens=given.tokens,
-            classes=names,
+            labels=names,
             # The name that was asked for says more than the class: resnet18, not ResNet.
             title=title or model.rpartition(":")[2],
             gradients=gradients,
@@ -173,7 +178,7 @@ _SIDE = "A recording or arrays (.safetensors, .npz, .npy), a model, or a program
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help=_SIDE, show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.", show_default=False)],
-    sites: options.Layers = None,
+    sites: options.Sites = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
     name: Annotated[
@@ -276,7 +281,7 @@ def _only(found: Diff, wanted: list[str]) -> Diff:
     """The rows whose address, or path, or all its calls, a text or glob means."""
     for address in wanted:
         if not any(_means(address, row.site) for row in found):
-            raise Trouble(f"-l {address} matches nothing. {suggestion(address, [row.site for row in found])}")
+            raise Trouble(f"--sites {address} matches nothing. {suggestion(address, [row.site for row in found])}")
     kept = [row for row in found if any(_means(address, row.site) for address in wanted)]
     return Diff(kept, found.title, found.notes)
 
@@ -303,10 +308,12 @@ def _show_diff(found: Diff, json: bool) -> None:
 def _model(
     name: str, weights: Any, allow_pickle: bool, pretrained: bool, device: str, *, silent: bool = False
 ) -> nn.Module:
+    with console.status(f"loading {name}"):
+        net = models.load(name, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
+    # Not before: of a name that means no model, nothing is known.
     if not silent:
         models.say_random(name, weights, pretrained)
-    with console.status(f"loading {name}"):
-        return models.load(name, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
+    return net
 
 
 COMMANDS = (layers, run, report, diff)

@@ -69,13 +69,19 @@ def extract(
     if dtype not in (None, *_DTYPES):
         raise Trouble(f"--dtype {dtype}: use {', '.join(_DTYPES)}.")
     transform = None if pool is None else transforms.tokens("cls") if pool == "cls" else transforms.pool(pool)
-    (models.say_random if random else models.refuse_random)(model, weights, pretrained)
+    _check_data(data)
     with console.status(f"loading {model}"):
         net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
+    # Not before: of a name that means no model, nothing is known.
+    (models.say_random if random else models.refuse_random)(model, weights, pretrained)
+    rows = _data(data, net, model, inputs.Options(size=size, mean=mean, std=std))
+    if isinstance(rows, ImageFolder):
+        guess = " (as for ImageNet: the model does not say; --size, --mean and --std do)" * rows.guessed
+        console.say(f"{len(rows):,} images, prepared so: {rows.preparation}{guess}")
     try:
         found = extract_to(
             net,
-            _data(data, net, model, inputs.Options(size=size, mean=mean, std=std)),
+            rows,
             sites,
             out,
             batch_size=batch_size,
@@ -112,15 +118,21 @@ def _number(limit: float | None) -> int | float | None:
     return int(limit) if limit is not None and limit == int(limit) and limit != 1.0 else limit
 
 
+def _check_data(path: Path) -> None:
+    """First, since a model takes long to load."""
+    if not path.exists():
+        raise Trouble(f"--data {path}: there is no such folder or file.")
+    if not path.is_dir() and path.suffix != ".safetensors":
+        raise Trouble(f"--data {path}: give a folder of images, or a .safetensors with one tensor of rows.")
+
+
 def _data(path: Path, net: Any, name: str, wanted: inputs.Options) -> Any:
     if path.is_dir():
         return ImageFolder.for_model(path, net, **inputs.preparation_for(name, wanted))
-    if path.suffix == ".safetensors":
-        found = inputs.load(inputs.Options(file=path), net, "").x
-        if isinstance(found, torch.Tensor):
-            return found
-        raise Trouble(f"{path} holds {len(found)} tensors; data is one tensor of rows.")
-    raise Trouble(f"--data {path}: give a folder of images, or a .safetensors with one tensor.")
+    found = inputs.load(inputs.Options(file=path), net, "").x
+    if isinstance(found, torch.Tensor):
+        return found
+    raise Trouble(f"{path} holds {len(found)} tensors; data is one tensor of rows.")
 
 
 @features.command("info")
@@ -137,9 +149,12 @@ def _info(found: Features, json: bool) -> None:
     if json:
         rows = {name: {"shape": list(found[name].shape), "dtype": str(found[name].dtype)} for name in found}
         about = {"rows": len(found), "bytes": found.nbytes, "missing_shards": found.missing, "skipped": found.skipped}
-        console.as_json({"path": found.path, **about, "sites": rows})
+        images = {"preparation": found.manifest.about.get("preparation"), "classes": found.classes}
+        console.as_json({"path": found.path, **about, **images, "sites": rows})
     else:
-        console.table(found.table())
+        shown = found.table()
+        shown.notes = [spoken(note) for note in shown.notes]
+        console.table(shown)
 
 
 @features.command("verify")

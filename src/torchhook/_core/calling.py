@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torchhook import _torch
 from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
 from torchhook._values import tree
+from torchhook._values.elements import UNREADABLE
 from torchhook._values.tree import Inputs
 
 
@@ -39,7 +42,32 @@ def arguments(inputs: Any) -> Inputs:
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Call the model with copies of the inputs: a first layer that works in place must not change the caller's."""
     args, kwargs = tree.map_tensors(Tensor.clone, inputs)
-    return model(*args, **kwargs)
+    return called(model, args, kwargs)
+
+
+def called(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the model as Python does. A model that takes no path fails in some layer, with many lines: it is said here.
+
+    >>> called(nn.Linear(2, 1), ("cat.jpg",), {})
+    Traceback (most recent call last):
+    TypeError: the model was called with the path 'cat.jpg', and takes tensors: load the file, and pass what is in it.
+    """
+    try:
+        return model(*args, **kwargs)
+    except (TypeError, AttributeError) as error:
+        path = next((str(value) for value in (*args, *kwargs.values()) if _is_path(value)), None)
+        if path is None:
+            raise
+        raise TypeError(
+            f"the model was called with the path {path!r}, and takes tensors: load the file, and pass what is in it."
+        ) from error
+
+
+def _is_path(value: Any) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, os.PathLike)
+    # A text of the user's may end with anything, but hardly with a suffix and without a blank.
+    return re.fullmatch(r"\S+\.\w{1,11}", value) is not None
 
 
 def random_numbers() -> Callable[[], None]:
@@ -127,22 +155,22 @@ def buffers(*models: nn.Module) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
+def undisturbed(*models: nn.Module, only: Collection[int] | None = None) -> Iterator[Callable[[], None]]:
     """Give the models back on leaving what a forward pass may change, and the process its random numbers.
 
     That is buffers (running statistics move in training mode), plain attributes (caches, counters), gradients and
-    modes. What is yielded does so at once, modes aside, so that several runs can start from the same state.
+    modes. What is yielded does so at once, modes aside, so that several runs can start from the same state. With
+    ``only``, buffers and attributes are those of the modules with these ids.
     """
     modules = list({id(module): module for model in models for _, module in walk(model)}.values())
-    seen: set[int] = set()
-    steps = [step for module in modules for step in _ways_back(module, seen)]
+    kept = remembered(module for module in modules if only is None or id(module) in only)
     gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters(recurse=False)]
     modes = [(module, module.training) for module in modules]
     again = random_numbers()
 
     def restore() -> None:
-        for step in steps:
-            step()
+        for one in kept:
+            one.put_back()
         # Gradients are set aside, not copied: a model that trains itself makes new ones meanwhile.
         for parameter, _ in gradients:
             parameter.grad = None
@@ -168,19 +196,89 @@ def undisturbed(*models: nn.Module) -> Iterator[Callable[[], None]]:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}
 
 
-def _ways_back(module: nn.Module, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """What puts back the buffers and plain attributes of a module, step by step."""
+class Remembered(NamedTuple):
+    """Something of a module that a forward pass may change."""
+
+    module: nn.Module
+    has_changed: Callable[[], bool]
+    put_back: Callable[[], None]
+    tensor: Tensor | None = None
+    copy: Tensor | None = None
+    """Of a tensor, whose contents are put back."""
+
+
+def remembered(modules: Iterable[nn.Module], graphs: bool = True) -> list[Remembered]:
+    """The buffers and plain attributes of modules as they are now; without ``graphs``, detached from theirs.
+
+    What goes with a graph must hold no other: a model that keeps its last output would keep all of them.
+    """
+    seen: set[int] = set()
+    return [Remembered(module, *ways) for module in modules for ways in _ways_back(module, seen, graphs)]
+
+
+_Ways = tuple[Any, ...]
+"""What tells whether something has changed, what puts it back, and the tensor that it is."""
+
+
+@contextlib.contextmanager
+def rewound(kept: Iterable[Remembered], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules as they were remembered, for a run that nobody may notice, in a block of ``undisturbed``.
+
+    There are stand-ins for their tensors: copies of what the run may write to, because a graph may hold the tensors,
+    and others with the same memory for the parameters, because hooks and gradients are on these.
+    """
+    modules, copies, parameters = list(modules), dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
+    for one in kept:
+        if one.tensor is None or one.copy is None:
+            one.put_back()
+        else:
+            copies[id(one.tensor)] = one.copy.clone()
+    for parameter in (p for module in modules for p in module._parameters.values()):
+        # A subclass may be more than its numbers, and a lazy one has none.
+        if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+            parameters[id(parameter)] = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
+    back = {id(stand_in): parameter for parameter, stand_in in parameters.values()}
+    end = AtEnd(lambda: _substitute(modules, back))
+    try:
+        _substitute(modules, copies | {key: stand_in for key, (_, stand_in) in parameters.items()})
+        yield
+    finally:
+        end()
+
+
+def _substitute(modules: Iterable[nn.Module], stand_ins: Mapping[int, Tensor]) -> None:
+    """Put other tensors, by the ids of those that are there, into modules and the lists and dicts that they hold."""
+    for own in map(vars, modules):
+        holders: list[Any] = [own, *(value for value in own.values() if isinstance(value, (list, dict, deque)))]
+        for held in holders:
+            for key in range(len(held)) if isinstance(held, (list, deque)) else list(held):
+                if id(held[key]) in stand_ins:
+                    held[key] = stand_ins[id(held[key])]
+
+
+def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Ways]:
     if isinstance(module, torch.jit.ScriptModule):  # it holds its attributes elsewhere
         for buffer in module.buffers(recurse=False):
-            yield from _into(buffer, seen)
+            yield from _into(buffer, seen, graphs)
         return
     held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    if not graphs:
+        held = {name: _detached(value) for name, value in held.items()}
     if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
         held = {"_buffers": module._buffers}  # its first run makes it another module, and that is meant to stay
     else:
-        yield functools.partial(_reassign, module, held)
+        yield functools.partial(_is_reassigned, module, held), functools.partial(_reassign, module, held)
     for value in held.values():
-        yield from _into(value, seen)
+        yield from _into(value, seen, graphs)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def _is_reassigned(module: nn.Module, held: dict[str, Any]) -> bool:
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return own.keys() != held.keys() or any(own[name] is not value for name, value in held.items())
 
 
 def _reassign(module: nn.Module, held: dict[str, Any]) -> None:
@@ -201,21 +299,29 @@ def _as_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return unasked
 
 
-def _into(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """What puts back the contents of a value, where it is a tensor or a container."""
+def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
+    """What tells of and puts back the contents of a value, where it is a tensor or a container."""
     if id(value) in seen:
         return
     if isinstance(value, Tensor):
         copy = _copy(value)
         if copy is not None:
             seen.add(id(value))
-            yield functools.partial(_refill, value, copy)
+            yield functools.partial(_differs, value, copy), functools.partial(_refill, value, copy), value, copy
     elif isinstance(value, (list, deque, set, dict)):
         seen.add(id(value))
         kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
-        yield functools.partial(_replace_items, value, kind, kind(value))
+        items = kind(value) if graphs else _detached_items(value, kind)
+        yield lambda: _ids(value) != _ids(items), functools.partial(_replace_items, value, kind, items)
         for part in list(value.values() if isinstance(value, dict) else value):
-            yield from _into(part, seen)
+            if graphs or _detached(part) is part:
+                yield from _into(part, seen, graphs)
+
+
+def _detached_items(value: Any, kind: Any) -> Any:
+    if kind is dict:
+        return {key: _detached(part) for key, part in value.items()}
+    return kind(map(_detached, value))
 
 
 def _replace_items(container: Any, kind: Any, items: Any) -> None:
@@ -233,10 +339,32 @@ def _ids(container: Any) -> list[Any]:
 @torch.no_grad()
 @_as_plain
 def _refill(tensor: Tensor, copy: Tensor) -> None:
-    if tensor.shape != copy.shape or tensor.dtype != copy.dtype or tensor.device != copy.device:
+    if not _is_alike(tensor, copy):
         tensor.data = copy.clone()
-    elif not torch.equal(tensor, copy):
+    elif not _is_equal(tensor, copy):  # a graph may hold it, and does not go with what is written to once more
         tensor.copy_(copy)
+
+
+@torch.no_grad()
+@_as_plain
+def _differs(tensor: Tensor, copy: Tensor) -> bool:
+    return not (_is_alike(tensor, copy) and _is_equal(tensor, copy))
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Also in its NaNs. Versions do not tell: batch norm writes to its statistics without raising them."""
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    try:
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    except UNREADABLE:  # numbers that torch stores and does not compare
+        return False
 
 
 @_as_plain

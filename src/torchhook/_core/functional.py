@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class Listener:
             if self._running and module is self._running[0] and _torch.times_running(module) < 2:
                 self.unwind(0)  # left by an interrupt, which hooks do not see
             if not self._running:
-                own_work.busy = False  # an interrupt may have left it so
+                own_work.busy = 0  # an interrupt may have left it so
             self._running.append(module)
             if len(self._running) == 1:
                 _modes.mode.listen(self)
@@ -144,6 +144,10 @@ class SiteListener(Listener):
         self._modules[id(module)] = module
         self._names.add(name)
         return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
+
+    def taps(self) -> Iterator[Tap]:
+        yield from self._inputs.values()
+        yield from self._outputs.values()
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         enter, leave = EnterTap(self.enter), LeaveTap(self.leave)

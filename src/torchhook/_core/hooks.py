@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,10 +21,15 @@ from torchhook._torch_hooks import Undo, take_away
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
-def after_call_always(undo: Undo, module: nn.Module, hook: Callable[..., Any]) -> None:
-    """Call ``hook(module, args, output)`` when the module has run or raised, before all other hooks."""
+def before_call_first(undo: Undo, module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call ``hook(module, args, kwargs)`` before the module runs, and before all other hooks."""
+    undo.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+
+
+def after_call_always(undo: Undo, module: nn.Module, hook: Callable[..., Any], first: bool = True) -> None:
+    """Call ``hook(module, args, output)`` when the module has run or raised, before all other hooks or after them."""
     # On one line: what is set is known.
-    undo.append(module.register_forward_hook(hook, prepend=True, always_call=True).remove)
+    undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -58,6 +63,18 @@ def before_optimizers(function: Callable[..., None]) -> RemovableHandle:
 def after_backward(function: Callable[[], None]) -> None:
     """From inside a gradient hook: call ``function`` once the backward pass that is running has ended."""
     _torch.after_backward(function)
+
+
+@contextlib.contextmanager
+def after_graph_task() -> Iterator[None]:
+    """For what is called ``after_backward``: a pass that runs in this block is none inside the one that has ended."""
+    task = _torch.graph_task()
+    end = AtEnd(lambda: _torch.ended_tasks.discard(task))
+    try:
+        _torch.ended_tasks.add(task)
+        yield
+    finally:
+        end()
 
 
 class TensorHandles:
@@ -203,7 +220,7 @@ class _EagerStance:
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        if self.said or not _torch.compiler_is_loaded():
+        if self.said or not _torch_compiler.compiler_is_loaded():
             return
         # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
         parts = [model] if self._looked_at.get(id(model)) is model else model.modules()
@@ -218,7 +235,7 @@ class _EagerStance:
 
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""
-        if _torch.compiler_is_loaded():
+        if _torch_compiler.compiler_is_loaded():
             attachment.defer(functools.partial(self.release, attachment))
             self.hold(attachment, scope)
 
@@ -228,7 +245,7 @@ class _EagerStance:
         In the contexts that belong to ``scope``, or everywhere.
         """
         holder = object() if holder is None else holder
-        if _torch.compiler_is_loaded():
+        if _torch_compiler.compiler_is_loaded():
             with self._turn:
                 self._holders[holder] = scope
                 self._settle()

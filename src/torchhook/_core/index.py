@@ -25,7 +25,7 @@ class Index:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
         self.given = model
-        self.root = unwrapped(model)
+        self.root: nn.Module = unwrapped(model)
         """The model itself, without what wraps it."""
         self.followed: list[Step] = []
         """What was followed to find what was asked for."""
@@ -244,23 +244,25 @@ def walk(model: nn.Module, notes: list[Step] | None = None) -> Iterator[tuple[st
 def _walk(
     module: nn.Module, path: str, above: tuple[nn.Module, ...], notes: list[Step]
 ) -> Iterator[tuple[str, nn.Module]]:
-    if any(module is other for other in above):  # a module that contains itself
-        return
-    children = module._modules
-    inner = next((name for name in _WRAPPED if name in children and _is_wrapper(module, name)), None)
-    if inner is None:
-        yield path, module
-    if not children:
-        return
-    above = (*above, module)
-    for name, child in children.items():
-        if child is not None:
-            notes.append((children, name, child))
-            below = path if name == inner else f"{path}.{name}" if path else name
-            if child._modules:
-                yield from _walk(child, below, above, notes)
-            else:
-                yield below, child
+    # By a stack of its own: generators in each other hand every module on through all levels.
+    waiting = [(module, path, above)]
+    while waiting:
+        module, path, above = waiting.pop()
+        children = module._modules
+        if not children:
+            yield path, module
+            continue
+        if any(module is other for other in above):  # a module that contains itself
+            continue
+        inner = next((name for name in _WRAPPED if name in children and _is_wrapper(module, name)), None)
+        if inner is None:
+            yield path, module
+        above, below = (*above, module), []
+        for name, child in children.items():
+            if child is not None:
+                notes.append((children, name, child))
+                below.append((child, path if name == inner else f"{path}.{name}" if path else name, above))
+        waiting += reversed(below)
 
 
 # -- globs --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
-from torchhook._values import tree
+from torchhook._values import devices, tree
 from torchhook._values.host_copies import HostCopies
 
 Transform = Callable[[Any], Any]
@@ -53,7 +53,7 @@ class Keep:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
         self.mode = mode
-        self.device = None if device is None else torch.device(device)
+        self.device: torch.device | None = None if device is None else devices.named(device, "device")
         self.dtype = dtype
         self.transform = transform
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None

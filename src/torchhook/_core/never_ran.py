@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -19,6 +20,7 @@ from torchhook._core.taps import Tap
 from torchhook._recording.address import Site
 from torchhook.errors import suggestion
 
+_ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
 
 
@@ -59,12 +61,8 @@ def cause(
         return f"stop=True ended the forward pass at {scope.stopped_at!r}, before it."
     if site.op is not None and listener is not None:
         return _no_operation(target, index, listener)
-    if around and isinstance(around[0][1], nn.MultiheadAttention):
-        name = site.path.rpartition(".")[2]
-        return (
-            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
-            f"capture {around[0][0]!r} instead."
-        )
+    if around and (why := _in_attention(target, *around[0])):
+        return why
     for path, module in around:
         known = taps.get(id(module))
         if known is not None and known.ran == 0:
@@ -116,10 +114,36 @@ def _around(path: str, index: Index) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _in_attention(target: Target, path: str, parent: nn.Module) -> str | None:
+    """Parts of an attention module that it never calls; ``path`` and ``parent`` are what holds the target."""
+    name = target.site.path.rpartition(".")[2]
+    if isinstance(parent, nn.MultiheadAttention):
+        return (
+            f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
+            f"capture {path!r} instead."
+        )
+    # No more than likely: what a module has called is only known where operations are listened to.
+    kinds = (nn.Dropout, nn.Softmax)
+    if isinstance(target.module, kinds) and re.search("att(n|ention)", f"{path} {name} {type(parent).__name__}", re.I):
+        return f"the model ran without calling it. {_fused(path)}"
+    return None
+
+
+def _fused(path: str) -> str:
+    """Where to look for what a fused attention call does inside."""
+    address = f"{path}/{_ATTENTION}"
+    return (
+        f"Fused attention has a softmax and dropout of its own: {address!r} is what it gives, {address + ':input'!r} "
+        f"what it takes, and th.attention(model, inputs, sites={path or '(model)'!r}) its maps."
+    )
+
+
 def _no_operation(target: Target, index: Index, listener: Listener) -> str:
     site = target.site
     where = repr(site.path) if site.path else "the model itself"
     own = listener.seen.get(id(target.module))
+    if own and _ATTENTION in own and site.op in ("softmax", "dropout", "matmul", "bmm", "baddbmm", "einsum"):
+        return f"{where} ran no {site.op!r}. {_fused(site.path)}"
     if own and site.op is not None:
         return f"{where} ran no {site.op!r}. {suggestion(site.op, own)}"
     below = [

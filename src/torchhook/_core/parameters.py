@@ -32,7 +32,7 @@ class ParameterGradients:
         self._full = together is not None
         self._together = together
         self._reduced: list[_Reduced] = []
-        self._ended = AtEnd(self._deliver)
+        self._ended = AtEnd()
 
     def follow(self, target: Target, tap: GradTap, attachment: Attachment) -> Tensor:
         """Wait for the gradients of a parameter; returns the one that is there between steps."""
@@ -47,7 +47,7 @@ class ParameterGradients:
         self._reduced.append(reduced)
         if home.way == "flat" and home.groups and tap.edits:
             self._announce(attachment)
-        mark = functools.partial(_mark, reduced, self._ended)
+        mark = functools.partial(_mark, reduced, self._ended, self._deliver)
         if home.way == "replicated":
             attachment.follow(home.leaf, mark)
         else:
@@ -91,24 +91,23 @@ class _Reduced:
         self.arrived = False
 
 
-def _mark(reduced: _Reduced, ended: AtEnd, *_: Any) -> None:
+def _mark(reduced: _Reduced, ended: AtEnd, deliver: Callable[[], None], *_: Any) -> None:
     reduced.arrived = True
-    ended.ask()
+    ended.ask(deliver)
 
 
 class AtEnd:
     """Calls a function once when the backward pass that is running has ended, and those of torch's wrappers have."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
+    def __init__(self) -> None:
         self._waiting: weakref.ref[Any] | None = None
 
-    def ask(self) -> None:
-        """From inside a gradient hook."""
+    def ask(self, function: Callable[[], None]) -> None:
+        """From inside a gradient hook. The function is not held here: it may be a method of who holds this."""
         if self._waiting is None or self._waiting() is None:
             # Autograd alone holds it, until the pass ends or fails. When it is called, all of the pass has run, and
             # DDP and FSDP have asked to be called too: asked again, it comes after them.
-            last = functools.partial(self._function)
+            last = functools.partial(function)
             first = functools.partial(after_backward, last)
             self._waiting = weakref.ref(first)
             after_backward(first)

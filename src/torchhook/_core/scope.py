@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
+from typing import Any
 
 
 class Scope:
@@ -11,8 +13,8 @@ class Scope:
     __slots__ = ("closed", "runs_eagerly", "stopped_at")
 
     def __init__(self) -> None:
-        self.closed = False
-        self.runs_eagerly = False
+        self.closed: bool = False
+        self.runs_eagerly: bool = False
         """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
         self.stopped_at: str | None = None
 
@@ -35,3 +37,21 @@ class Stop(BaseException):
     def __init__(self, scope: Scope) -> None:
         super().__init__("a torchhook session with stop=True ended this forward pass")
         self.scope = scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """Stands for the output of a forward pass that ``stop=True`` ended early."""
+
+    at: str
+
+    def __repr__(self) -> str:
+        return f"<no output: the forward pass stopped at {self.at!r}>"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(f"the forward pass stopped at {self.at!r}, so the model has no output.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "at":  # while it is copied or unpickled
+            raise AttributeError(name)
+        raise AttributeError(f"no {name!r}: the forward pass stopped at {self.at!r}, so the model has no output.")

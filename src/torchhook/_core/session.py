@@ -12,15 +12,15 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import functional, hooks, never_ran, passing
+from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
 from torchhook._core.functional import Listener
-from torchhook._core.hooks import Attachment
+from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
-from torchhook._core.scope import Scope, Stop
+from torchhook._core.scope import Scope, Stop, Stopped
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Look
@@ -47,7 +47,7 @@ class Session:
         hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
-        self.index = Index(model) if index is None else index
+        self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
@@ -56,8 +56,8 @@ class Session:
 
     def _begin(self) -> None:
         """What belongs to one opening."""
-        self.recording = Recording(type(self.index.root).__name__)
-        self.scope = Scope()
+        self.recording: Recording = Recording(type(self.index.root).__name__)
+        self.scope: Scope = Scope()
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
@@ -66,9 +66,10 @@ class Session:
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}
         self._stops = False
+        self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self.handles = self._taps.handles
+        self.handles: TensorHandles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
         self._attachment: Attachment | None = None
         self._closed = False
@@ -136,7 +137,9 @@ class Session:
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
         targets = list(targets)
-        waiting, check = {target.site for target in targets}, early_end(self.index)
+        sites, check = frozenset(target.site for target in targets), early_end(self.index)
+        waiting = set(sites)
+        self._wait_again = lambda: waiting.update(sites)
         for target in targets:
             if target.site.port.startswith("grad"):
                 raise SessionError(
@@ -172,7 +175,10 @@ class Session:
         """
         self._given_as = ""
         if self._stops:
-            raise SessionError("stop=True ends the block that it is used in: use the session as a context manager.")
+            raise SessionError(
+                "stop=True ends the block that it is used in: use the session as a context manager, or call the model "
+                "by session.run(x), which ends that pass alone."
+            )
         if running:
             self._taps.forget_root_input()
         self._open()
@@ -195,6 +201,7 @@ class Session:
                 keep.owned_by(self.index.owned, self.index.plain_ids)
             hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
             attachment.defer(taps.let_go)
+            wiring.opened[id(taps)] = taps
             attachment.defer(scope.leave)
             if self.gathers is not None:
                 attachment.defer(self.gathers.close)
@@ -226,6 +233,32 @@ class Session:
         self._begin()
         self._recipe(self)
 
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
+        """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.
+
+        The session is open for this call. If it is open already, what passes is added to the recording that it has.
+        """
+        if self._attachment is not None and not self._closed:
+            return self._pass(args, kwargs), self.recording
+        try:
+            with self as recording:
+                output = self._pass(args, kwargs)
+        finally:
+            self.close()  # should an interrupt come while the block is being left
+        return output, recording
+
+    def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        depths = functional.depths()
+        self._wait_again()
+        try:
+            return calling.called(self.index.given, args, kwargs)
+        except Stop as stop:
+            if stop.scope is not self.scope:
+                raise
+            functional.unwind(depths)
+            self.recording.stopped = f"stop=True ended each forward pass at {self.scope.stopped_at!r}"
+            return Stopped(str(self.scope.stopped_at))
+
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
         self._close(None)
@@ -244,6 +277,11 @@ class Session:
             if error is not None:
                 functional.unwind(self._depths)
                 self._explain(error)
+            if stopped:
+                self.recording.stopped = (
+                    f"stop=True left the block at {self.scope.stopped_at!r}: calls of the model after this one did not "
+                    "run. session.run(x) ends each pass alone"
+                )
         finally:
             self._close(None if stopped else error)
         return stopped

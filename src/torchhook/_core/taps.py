@@ -41,20 +41,24 @@ class OwnWork(threading.local):
     """Whether hooks of this library run in this thread: whoever listens to operations takes no notice of theirs."""
 
     def __init__(self) -> None:
-        self.busy = False
+        self.busy = 0
+        """How many of them, one in the other."""
 
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        before, self.busy = self.busy, True
-        try:
-            yield
-        finally:
-            self.busy = before
+    def __enter__(self) -> None:
+        self.busy += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.busy = max(0, self.busy - 1)  # what an interrupt had left was put right meanwhile
 
 
 own_work = OwnWork()
 listening: set[Any] = set()
 """Those who listen to operations now, in any thread. While there are none, taps need not say that they are at work."""
+
+
+repeated: dict[int, Iterator[int]] = {}
+"""Taps by id, each with the calls to come, while a run of the model is repeated that they have seen: what passes them
+is edited as it was then, and is neither counted nor looked at again. The id stands for a tap of an open session."""
 
 
 class Tap:
@@ -121,16 +125,21 @@ class Tap:
 
     @property
     def recomputing(self) -> bool:
-        return self.ran > 0 and graph_task() != -1
+        return self.ran > 0 and (graph_task() != -1 or id(self) in repeated)
 
     def take(self, value: Any, source: Any = ()) -> Any:
         """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
         if not listening:
             return self._take(value, source)
-        with own_work():
+        with own_work:
             return self._take(value, source)
 
     def _take(self, value: Any, source: Any) -> Any:
+        if repeated and id(self) in repeated:
+            call = next(repeated[id(self)])
+            for edit in self.edits:
+                value = edit(value, call)
+            return value
         again, changes = self.recomputing, bool(self.edits or self.aliases)
         if changes and graph_task() not in (-1, self._made_in) and self.segments.is_older():
             return value
@@ -171,7 +180,7 @@ class OutputTap(Tap):
             and self.is_foreign()
         ):
             return None
-        if self._only_looks and not listening and graph_task() == -1:
+        if self._only_looks and not listening and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
@@ -204,7 +213,7 @@ class RecordTap(OutputTap):
         scope = self.scope
         if scope is None or scope.runs_eagerly or scope not in active.get() or self._does_more or listening:
             return super().__call__(module, args, output)
-        if graph_task() != -1:
+        if repeated or graph_task() != -1:
             return super().__call__(module, args, output)
         call = next(self.calls)
         self.ran = call + 1
@@ -230,9 +239,9 @@ class CustomTap(OutputTap):
         self.function = function
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.is_foreign():
+        if self.is_foreign() or id(self) in repeated:
             return
-        with own_work():
+        with own_work:
             value = self.function(module, args, output)
         if value is not None:
             self.take(value)

@@ -24,6 +24,9 @@ from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
 
+opened: dict[int, Taps] = {}
+"""The taps of every open session, in any thread, by id."""
+
 
 class Taps:
     """The taps of a session, made when a site first needs one: one for each module and direction, or operation."""
@@ -51,6 +54,16 @@ class Taps:
 
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
+
+    def all(self) -> Iterator[Tap]:
+        """What values pass in the forward pass: the taps of modules, and those of operations."""
+        yield from (tap for _, tap in self)
+        if isinstance(self.listener, SiteListener):
+            yield from self.listener.taps()
+
+    def edit_gradients(self) -> bool:
+        """Whether gradients of activations are changed."""
+        return any(tap.edits for tap, _ in self._gradients.values())
 
     @functools.cached_property
     def by_module(self) -> dict[int, Tap]:
@@ -110,6 +123,7 @@ class Taps:
 
     def let_go(self) -> None:
         """Take away what is on tensors; the rest is on modules."""
+        opened.pop(id(self), None)
         self.handles.remove()
         self.aliases.settle()
 

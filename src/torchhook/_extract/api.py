@@ -69,8 +69,8 @@ def extract(
 
     Args:
         model: The model; it may be in any mode and on any device.
-        data: A data set, a ``DataLoader``, a tensor of rows, an iterable of batches (of rows, with ``batch_size``), a
-            list that can only hold the one or the other, or the path of a folder of images.
+        data: A data set, a ``DataLoader``, rows as a tensor or a mapping of tensors, an iterable of batches (of rows,
+            with ``batch_size``), a list that can only hold the one or the other, or the path of a folder of images.
         sites: What to keep, by any selector: an address (``"layer4"``, ``"fc:input"``, ``"(model)"``), a glob, a
             module type, a list of these, …
         out: A folder, or a URL that fsspec knows (``s3://…``).
@@ -104,6 +104,7 @@ def extract(
         dry_run: Measure the first batch, return an ``Estimate``, and write nothing.
         engine_options: For Ray: ``actors``, ``num_cpus`` and ``num_gpus`` of each, and options of ``map_batches``.
     """
+    _check_out(out)
     request = job.Request(
         model=model,
         data=data,
@@ -141,3 +142,11 @@ def extract(
             return prepared.estimate
         whole = job.execute(prepared)
         return job.finish(prepared, whole)
+
+
+def _check_out(out: Any) -> None:
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(
+            f"out={out!r}: give the path of a folder for the feature store, or a URL (s3://…). Features of a data set "
+            "go to disk. For a few batches in memory: output, rec = th.capture(model, sites).run(batch)."
+        )

@@ -23,6 +23,7 @@ from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.function_fingerprint import Texts, digest, of_function
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.sources import Source, Stream
+from torchhook._extract.table import Columns
 
 ROWS = 16
 """So many rows are read, and into so many parts all of them are cut."""
@@ -31,7 +32,7 @@ WHOLE = 256 << 20
 SIZES, READ, ENDS = 1 << 16, 1 << 10, 4096
 """So many files are asked for their sizes, so many are read, and so much of each end; of more, evenly spread ones."""
 _SMALL = 4 << 20  # bytes that are summed up before threads have started
-_NO_SETTINGS = frozenset({"root", "ids", "labels", "classes"})
+_NO_SETTINGS = frozenset({"root", "ids", "labels", "classes", "guessed"})
 
 
 def of_data(source: Source, ids: Any, labels: Any, lengths: Any) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _listed(value: Any) -> Any:
 
 def _contents(dataset: Any) -> dict[str, Any]:
     """Digests of data that lies in memory."""
-    held = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    held = dataset.tensors if type(dataset) in (TensorDataset, Columns) else (dataset,)
     arrays = all(isinstance(one, (Tensor, np.ndarray)) and not _on_disk(one) for one in held)
     if arrays:
         nbytes = sum(one.nbytes for one in held)

@@ -150,7 +150,8 @@ def _measured(
 
     # Whole: a layer may run again after the last site was seen, and then its address is not enough.
     square = Square(batch.value, len(good))
-    seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
+    with inputs.explaining(batch.value, forward.model, forward.input_fn):
+        seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
     for site, times in calls.items():
         if times > 1:
             name = shown(site)

@@ -17,6 +17,7 @@ from torch import nn
 from torchhook._core import calling
 from torchhook._core.hooks import Turn
 from torchhook._core.offload import has_offloaded
+from torchhook._values import devices
 from torchhook.errors import ExtractError
 
 
@@ -63,7 +64,7 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     offloaded = has_offloaded(model)
     homes = {t.device for t in (*model.parameters(), *model.buffers()) if not (offloaded and t.device.type == "meta")}
     home = next(iter(homes), torch.device("cpu"))
-    there = home if device is None else torch.device(device)
+    there = home if device is None else devices.named(device, "run_on")
     if str(there) == "cuda":  # to torch, it does not equal cuda:0
         there = torch.device("cuda", torch.cuda.current_device())
     known = _models.get(id(model))

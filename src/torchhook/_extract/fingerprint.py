@@ -31,16 +31,22 @@ def of_model(model: nn.Module) -> str:
     >>> of_model(nn.Identity())
     'Identity 0 tensors 477629fc3790'
     """
+    return of_tensors(model)[0]
+
+
+def of_tensors(model: nn.Module) -> tuple[str, dict[str, str]]:
+    """The same, and a short digest of each tensor by name, so that a difference can be named."""
     index = Index(model)
-    digest, count = hashlib.sha256(), 0
+    digest, tensors = hashlib.sha256(), {}
     for name, module in index.modules.items():
         digest.update(f"{name} {type(module).__qualname__} {ADDRESS.sub('', module.extra_repr())}".encode())
     for name, (module, own) in index.tensors.items():
         with read(module, own) as tensor:
             if isinstance(tensor, Tensor):
-                count += 1
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {contents(tensor)}".encode())
-    return f"{type(index.modules['']).__name__} {count} tensors {digest.hexdigest()[:12]}"
+                numbers = contents(tensor)
+                tensors[name] = numbers[:8]
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {numbers}".encode())
+    return f"{type(index.modules['']).__name__} {len(tensors)} tensors {digest.hexdigest()[:12]}", tensors
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,23 +48,28 @@ class ImageFolder(Dataset[Any]):
         interpolation: str = "bicubic",
         prepare: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        self.root = Path(root)
+        self.root: Path = Path(root)
         if not self.root.is_dir():
             raise FileNotFoundError(f"{self.root} is not a folder: data= needs the path of a folder of images.")
         found = [path for path in self.root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()]
         # Rows are known by number: the order of the file system differs between machines, and so do its separators.
-        self.ids = sorted(path.relative_to(self.root).as_posix() for path in found)
+        self.ids: list[str] = sorted(path.relative_to(self.root).as_posix() for path in found)
         if not self.ids:
             raise ExtractError(f"no images below {self.root}; looked for {', '.join(sorted(SUFFIXES))}.")
         folders = [path.rpartition("/")[0] for path in self.ids]
         # An image beside the folders has no class: then folders are only where images lie.
-        self.classes = sorted(set(folders)) if all(folders) else []
+        self.classes: list[str] = sorted(set(folders)) if all(folders) else []
         numbers = {name: i for i, name in enumerate(self.classes)}
-        self.labels = [numbers[folder] for folder in folders] if self.classes else None
-        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.labels: list[int] | None = [numbers[folder] for folder in folders] if self.classes else None
+        self.size: tuple[int, ...] = (size, size) if isinstance(size, int) else tuple(size)
+        self.crop: float
+        self.interpolation: str
+        self.prepare: Callable[[Any], Tensor] | None
         self.crop, self.interpolation, self.prepare = crop, interpolation, prepare
-        self.mean = torch.tensor(mean).reshape(-1, 1, 1)
-        self.std = torch.tensor(std).reshape(-1, 1, 1)
+        self.guessed = False
+        """Whether the settings are those of ImageNet because neither the model nor the caller has said others."""
+        self.mean: Tensor = torch.tensor(mean).reshape(-1, 1, 1)
+        self.std: Tensor = torch.tensor(std).reshape(-1, 1, 1)
 
     @classmethod
     def for_model(cls, root: str | os.PathLike[str], model: nn.Module, **changes: Any) -> ImageFolder:
@@ -80,20 +86,47 @@ class ImageFolder(Dataset[Any]):
         settings |= changes
         if "prepare" not in settings and type(model).__module__.startswith("timm."):
             settings["prepare"] = _timms_own(model, changes)
-        return cls(root, **settings)
+        made = cls(root, **settings)
+        made.guessed = not settings
+        return made
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Any:
-        image = self.load(self.ids[index])
+        path = self.root / self.ids[index]
+        try:
+            opened = self._opened(self.ids[index])
+        except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
+            why = str(error).rstrip(".") or type(error).__name__
+            raise ExtractError(f"{path}, row {int(index)} of the data, cannot be read as an image: {why}.") from error
+        image = self._prepared(opened)
         return image if self.labels is None else (image, self.labels[index])
+
+    @property
+    def preparation(self) -> str:
+        """How an image is prepared, for people."""
+        if self.prepare is not None:
+            return re.sub(r"\s+", " ", ADDRESS.sub("", repr(self.prepare))).replace("( ", "(").replace(" )", ")")
+        height, width = self.size
+        mean, std = (", ".join(f"{n:g}" for n in part.flatten().tolist()) for part in (self.mean, self.std))
+        # As ``_prepared`` does it.
+        sides = [round(side / self.crop) for side in (height, width)]
+        return (
+            f"{self.interpolation} to {' × '.join(map(str, dict.fromkeys(sides)))}, cropped to {height} × {width}, "
+            f"mean {mean}, std {std}"
+        )
 
     def load(self, name: str) -> Tensor:
         """One image as the model sees it."""
+        return self._prepared(self._opened(name))
+
+    def _opened(self, name: str) -> Any:
+        with require("PIL.Image", "images").open(self.root / name) as opened:
+            return _colors(name, opened)  # reads the file, which is closed after this
+
+    def _prepared(self, image: Any) -> Tensor:
         pillow = require("PIL.Image", "images")
-        with pillow.open(self.root / name) as opened:
-            image = _colors(name, opened)  # reads the file, which is closed after this
         if self.prepare is not None:
             return self.prepare(image)
         height, width = self.size
@@ -106,6 +139,9 @@ class ImageFolder(Dataset[Any]):
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std
 
+
+# Where an object lies, in its repr: another place in each process.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 # Our names of timm's settings.
 _SETTINGS = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}

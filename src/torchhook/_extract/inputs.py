@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,6 +65,67 @@ def call_of(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None)
         call = call_of(batch[0], model, None)
         return Inputs(call.args, {**call.kwargs, wanted[0]: mask}) if wanted else call
     return Inputs((torch.as_tensor(batch) if isinstance(batch, np.ndarray) else batch,), {})
+
+
+@contextlib.contextmanager
+def explaining(batch: Any, model: nn.Module, input_fn: Callable[[Any], Any] | None) -> Iterator[None]:
+    """Where the model cannot be called with a batch, say so in terms of the data."""
+    try:
+        yield
+    # Afterwards, not before: hooks of the model's own may change what it is called with.
+    except (TypeError, AttributeError) as error:
+        made = call_of(batch, model, input_fn)
+        if (why := _unfit(made, model)) is not None:
+            source = "a batch of the data" if input_fn is None else "what input_fn makes of a batch"
+            way = "" if input_fn is not None or not isinstance(batch, (tuple, list)) else (
+                " input_fn=tuple calls it with all parts of a batch;"
+            )  # fmt: skip
+            raise ExtractError(
+                f"forward takes {_signature(model)}, and {source} is {tree.describe(batch if not input_fn else made)}, "
+                f"of which it was called with {_given(made)}: {why}.{way} input_fn=lambda batch: (…) says what to call "
+                "it with."
+            ) from error
+        texts = [value for value in (*made.args, *made.kwargs.values()) if _is_text(value)]
+        if texts and next(iter(tree.tensors(made)), None) is None:
+            raise ExtractError(
+                f"the rows are texts ({_first(texts[0])!r}, …), and the model takes tensors. Pass what a tokenizer "
+                'makes of them, data=tokenizer(texts, padding=True, return_tensors="pt"), or input_fn=lambda texts: '
+                'tokenizer(list(texts), padding=True, return_tensors="pt").'
+            ) from error
+        raise
+
+
+def _unfit(call: Inputs, model: nn.Module) -> str | None:
+    """Why forward cannot be called so, by its signature; ``None`` if it can."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (ValueError, TypeError):  # compiled code has none
+        return None
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _signature(model: nn.Module) -> str:
+    return ", ".join(map(repr, inspect.signature(model.forward).parameters))
+
+
+def _given(call: Inputs) -> str:
+    positional = f"{len(call.args)} argument{'s' * (len(call.args) != 1)}" if call.args else ""
+    return " and ".join(filter(None, (positional, ", ".join(map(repr, call.kwargs)))))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, str) for one in value)
+    )
+
+
+def _first(text: Any) -> str:
+    whole = str(text if isinstance(text, str) else text[0])
+    return whole if len(whole) <= 40 else whole[:39] + "…"
 
 
 def mask_beside(batch: Any) -> Tensor | None:

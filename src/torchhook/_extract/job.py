@@ -187,6 +187,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     )
     if found is None:
         found = store.contents(manifest)
+    _check_dry_run(request, store, before, manifest, found)
     retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set() if request.replaces else set(found.sizes).difference(again)
@@ -197,6 +198,14 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     freed = sum(found.sizes.values()) if request.replaces else 0
     held = None if request.replaces else found
     return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
+
+
+def _check_dry_run(
+    request: Request, store: Store, before: Manifest | None, manifest: Manifest, found: Contents
+) -> None:
+    """Refuse what the run itself would refuse: else the sizes of two runs would be mixed."""
+    if request.dry_run and before is not None:
+        store.fits(manifest, before, request.any_cut, found)
 
 
 def _before(
@@ -235,6 +244,13 @@ def _source(request: Request, pin: bool) -> Source:
     data = request.data
     if isinstance(data, (str, os.PathLike)):
         data = ImageFolder.for_model(data, request.model)
+        if data.guessed:
+            warn(
+                f"the model does not say how it wants its images, so they are prepared as for ImageNet: "
+                f"{data.preparation}. Pass data=torchhook.types.ImageFolder(path, size=…, mean=…, std=…), or with "
+                "prepare=weights.transforms(), to say it.",
+                DataWarning,
+            )
     source = sources.source(data, request.batch_size, request.workers, request.skip, pin)
     if request.engine == "ray" and isinstance(source, sources.Stream):
         raise ExtractError("engine='ray' needs data whose rows have numbers: a data set with length and index.")
@@ -280,12 +296,13 @@ def _manifest(
     if rows_per_shard is None and before is not None and request.shard_bytes is None:
         # Else another batch size, or a first batch of longer rows, would cut other shards and be refused.
         rows_per_shard = before.rows_per_shard
+    model, tensors = fingerprint.of_tensors(request.model)
     return Manifest(
         columns=measured.columns,
         rows=source.rows,
         rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
-        model=fingerprint.of_model(request.model),
+        model=model,
         transform=of_function(forward.transform, values=False),
         input_fn=of_function(request.input_fn, values=False),
         lengths="one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False),
@@ -300,6 +317,8 @@ def _manifest(
             "device": identity.device,
             "begun": int(time.time()),
             "versions": versions(),
+            "tensors": tensors,
+            **sources.told(source, request.labels is None),
         },
     )
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from torchhook._extract import in_memory
 from torchhook._extract.batches import Batch, SpanSampler, Tolerant, TolerantCollate, copied, split, why
 from torchhook._extract.image_folder import ImageFolder
 from torchhook._extract.inputs import rows_in
 from torchhook._extract.iterables import Worked, holds_batches
-from torchhook.errors import DataWarning, ExtractError, warn
+from torchhook._extract.table import Columns
+from torchhook.errors import DataWarning, ExtractError, hint, warn
 
 BATCH = 32
 LOOK = 16
@@ -72,9 +74,13 @@ class Indexed:
         )
         # A loader starts its workers even if there is nothing to load.
         if len(sampler):
-            # Strict: one batch too few would give all rows after it the ids of others.
-            for (start, stop), value in zip(sampler.cuts(), loader, strict=True):
+            loaded = iter(loader)
+            for start, stop in sampler.cuts():
+                with _telling(start, stop):
+                    value = next(loaded, _END)
+                _whole_or_refused(value is not _END)
                 yield self._batch(start, stop, value)
+            _whole_or_refused(next(loaded, _END) is _END)
 
     def _batch(self, start: int, stop: int, value: Any) -> Batch:
         value, failed = value if self.tolerant else (value, {})
@@ -104,6 +110,30 @@ class Indexed:
             yield from self.batches(spans)
         finally:
             self.options = options
+
+
+_END = object()
+
+
+def _whole_or_refused(whole: bool) -> None:
+    if not whole:  # all rows after it would have the ids of others
+        raise ExtractError("the DataLoader does not give as many batches as its sampler has: rows would be mixed up.")
+
+
+@contextlib.contextmanager
+def _telling(start: int, stop: int) -> Iterator[None]:
+    """Say which rows could not be loaded, and that they may be left out."""
+    rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
+    advice = "Repair or remove it, or pass on_error='skip' to leave out rows that cannot be loaded."
+    try:
+        yield
+    except ExtractError as error:
+        # From another process comes the text of its traceback, the last line of which is the message.
+        text = str(error).strip().splitlines()[-1]
+        raise ExtractError(f"{text.removeprefix('torchhook.errors.ExtractError: ')} {advice}") from error
+    except Exception as error:
+        hint(error, f"raised while {rows} of the data were loaded; on_error='skip' leaves out those that cannot be.")
+        raise
 
 
 class Stream:
@@ -162,6 +192,8 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
         return Stream(Worked(loader), batch_size or BATCH, tolerant)
     if type(data) in (list, tuple) and batch_size is None and holds_batches(data):
         return Stream(data, None, tolerant)
+    if isinstance(data, Mapping):
+        data = Columns(data)
     if _is_map(data):
         return Indexed(data, batch_size=batch_size or BATCH, options=options, tolerant=tolerant)
     if hasattr(data, "__iter__"):
@@ -194,6 +226,19 @@ def own_ids(source: Source) -> Any:
     else:
         return None
     return [ids[row] for row in source.order] if len(ids) == len(dataset) else None
+
+
+def told(source: Source, own_labels: bool) -> dict[str, Any]:
+    """What a data set says of its rows, for people: how images are prepared, and what the numbers of classes mean."""
+    dataset = getattr(source, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    found: dict[str, Any] = {"preparation": dataset.preparation} if isinstance(dataset, ImageFolder) else {}
+    classes = getattr(dataset, "classes", None)
+    # Labels that the user finds in another way may count something else.
+    if own_labels and isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes):
+        found["classes"] = classes
+    return found
 
 
 def _is_map(data: Any) -> bool:

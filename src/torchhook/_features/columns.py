@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchhook._features.indexing import chosen
-from torchhook._features.manifest import IDS, LABELS
+from torchhook._features.manifest import IDS, LABELS, ColumnSpec
 from torchhook._features.reading import OpenShards
 from torchhook.errors import BrokenShardError, IncompleteStoreError
 
@@ -32,7 +32,7 @@ class Column:
 
     def __init__(self, features: Features, name: str, open_shards: OpenShards) -> None:
         self._features, self._shards = features, open_shards
-        self.spec = features.manifest[name]
+        self.spec: ColumnSpec = features.manifest[name]
         self._rows, self._per_shard = len(features), features.manifest.rows_per_shard
         self._missing = frozenset(features.missing)
         self._views, self._used = open_shards.views[name], open_shards.used

@@ -17,6 +17,7 @@ from torchhook._features.indexing import numbers
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
+    from torchhook._features.columns import Column
     from torchhook._features.features import Features
 
 
@@ -51,11 +52,14 @@ class FeatureDataset(Dataset[Any]):
         rows: Any = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
+        self.features: Features
+        self.ids: bool
+        self.transform: Callable[[Any], Any] | None
         self.features, self.ids, self.transform = features, ids, transform
         names = features.keys() if sites is None else [sites] if isinstance(sites, str) else list(sites)
-        self.single = len(names) == 1 and (sites is None or isinstance(sites, str))
-        self.columns = {name: features[name] for name in names}
-        self.labels = features.labels is not None if labels is None else labels
+        self.single: bool = len(names) == 1 and (sites is None or isinstance(sites, str))
+        self.columns: dict[str, Column] = {name: features[name] for name in names}
+        self.labels: bool = features.labels is not None if labels is None else labels
         if self.labels and features.labels is None:
             raise ExtractError(f"labels=True: {features.path} has no labels.")
         if rows is None:

@@ -25,8 +25,29 @@ _VERBS = {"rows": ("is", "are"), "contents": ("is", "are"), "files": ("has", "ha
 def texts(word: str, mine: Any, theirs: Any, same_python: bool = True) -> Iterator[str]:
     """The difference of two values, if they are not the same."""
     one, other = (value if same_python else without_digests(value) for value in (mine, theirs))
-    if one != other:
-        yield f"{word}: the store has {_short(theirs)}, this run {_short(mine)}"
+    if one == other:
+        return
+    if isinstance(mine, str) and isinstance(theirs, str) and without_digests(mine) == without_digests(theirs):
+        # Two digests tell a reader no more than that they are two.
+        yield f"{word}: not the same{_of(without_digests(mine))}"
+        return
+    yield f"{word}: the store has {_short(_readable(theirs))}, this run {_short(_readable(mine))}"
+
+
+def model(mine: str, theirs: str, now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:
+    """The difference of two models: in their tensors, if they are otherwise the same.
+
+    ``now`` and ``before`` are digests of the tensors by name, where they are known.
+    """
+    if mine == theirs or without_digests(mine) != without_digests(theirs):
+        yield from texts("model", mine, theirs)
+        return
+    names = [name for name in now if name in before and now[name] != before[name]]
+    if names and now.keys() == before.keys():
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        yield f"model: other numbers in {len(names)} of {len(now)} tensors ({listed})"
+    else:
+        yield f"model: {without_digests(mine).rstrip(' …')} in both, and not the same: other numbers or other layers"
 
 
 def code(mine: Mapping[str, str], theirs: Mapping[str, str], same_python: bool) -> Iterator[str]:
@@ -97,6 +118,14 @@ def without_digests(value: Any) -> Any:
     'scale … [by=2]'
     """
     return _DIGEST.sub("…", value) if isinstance(value, str) else value
+
+
+def _of(known: str) -> str:
+    return f", {known.strip(' …')} in both" if known.strip(" …") else ""
+
+
+def _readable(value: Any) -> Any:
+    return "(a value too long to show)" if isinstance(value, str) and _DIGEST.fullmatch(value) else value
 
 
 def _short(value: Any) -> str:

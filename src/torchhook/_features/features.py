@@ -41,6 +41,7 @@ class Features:
     def __init__(self, path: str | os.PathLike[str], *, incomplete: bool = False, access: str = "auto") -> None:
         if access not in ("auto", "mmap", "read"):
             raise ValueError(f"access={access!r}: use 'auto', 'mmap' or 'read'.")
+        self.path: str
         self.path, self._incomplete, self._access = os.fspath(path), incomplete, access
         store = Store(path)
         found = store.manifest()
@@ -50,20 +51,20 @@ class Features:
         there = store.contents(found)
         broken: list[str] = []  # not raised yet: with incomplete=True, the other shards can be read
         entries = index.own(found, there.entries(broken), broken)
-        self.manifest = found if found.rows is not None else _so_far(found, entries)
+        self.manifest: Manifest = found if found.rows is not None else _so_far(found, entries)
         """What was run, on what, and how rows are cut into shards."""
         entries = _fitting(self.manifest, entries, broken)
-        self.missing = self.manifest.missing({entry.shard for entry in entries}) or []
+        self.missing: list[int] = self.manifest.missing({entry.shard for entry in entries}) or []
         """Shards that are not there, or cannot be read."""
         if not incomplete:
             _require_complete(self.path, found, broken, self.missing)
-        self.skipped = {
+        self.skipped: dict[int, str] = {
             entry.shard * found.rows_per_shard + int(row): why
             for entry in entries
             for row, why in entry.skipped.items()
         }
         """Rows without features, and why."""
-        self.nbytes = sum(entry.size for entry in entries)
+        self.nbytes: int = sum(entry.size for entry in entries)
         mapped = access == "mmap" or (access == "auto" and fits_in_memory(self.nbytes))
         sizes = {shards.name_of(shard): nbytes for shard, nbytes in there.sizes.items()}
         known = {entry.shard: entry for entry in entries}
@@ -114,6 +115,11 @@ class Features:
     def labels(self) -> Column | None:
         """The labels of the rows, if there are any."""
         return self._column(LABELS) if self._has(LABELS) else None
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes that the labels number, where the data set had such, as folders of images do."""
+        return self.manifest.about.get("classes") if self._has(LABELS) else None
 
     def _has(self, name: str) -> bool:
         return any(spec.name == name for spec in self.manifest.columns)
@@ -167,6 +173,10 @@ class Features:
             f"model: {about.model}",
             f"transform: {about.transform}",
         ]
+        if "preparation" in about.about:
+            notes.append(f"images: {about.about['preparation']}")
+        if self.classes:
+            notes.append(f"classes: {_some(self.classes)}")
         if self.skipped:
             notes.append(
                 f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
@@ -181,6 +191,11 @@ class Features:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 def _reopen(path: str, incomplete: bool, access: str) -> Features:

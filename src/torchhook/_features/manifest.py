@@ -201,6 +201,11 @@ class Manifest:
             if field == "data":
                 yield from differences.data(mine, theirs, other.about.get("repaired", {}))
                 continue
+            if field == "model":
+                yield from differences.model(
+                    mine, theirs, self.about.get("tensors", {}), other.about.get("tensors", {})
+                )
+                continue
             if field == "columns":
                 mine, theirs = [str(column) for column in mine], [str(column) for column in theirs]
             if field == "sites":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class RangedShard:
     """A shard of which only the bytes asked for are read: from an object store, or from a disk that is not cached."""
 
     def __init__(self, storage: Storage, name: str, header: shards.Header) -> None:
+        self.header: shards.Header
         self.header, self._storage, self._name = header, storage, name
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
@@ -82,12 +83,15 @@ class OpenShards:
     def __init__(
         self, storage: Storage, sizes: dict[str, int], mapped: bool, whole: Manifest, entries: Mapping[int, Entry]
     ) -> None:
+        self.storage: Storage
+        self.sizes: dict[str, int]
+        self.entries: Mapping[int, Entry]
         self.storage, self.sizes, self._whole, self.entries = storage, sizes, whole, entries
-        self.mapped = mapped and isinstance(storage, Folder)
+        self.mapped: bool = mapped and isinstance(storage, Folder)
         self._open: OrderedDict[int, MappedShard | RangedShard] = OrderedDict()
         self._locks = {os.getpid(): threading.Lock()}
         self.views: dict[str, dict[int, Tensor]] = {spec.name: {} for spec in whole.columns}
-        self.used = self._open.move_to_end
+        self.used: Callable[[int], None] = self._open.move_to_end
 
     @property
     def _lock(self) -> threading.Lock:

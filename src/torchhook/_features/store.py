@@ -74,15 +74,21 @@ class Store:
             there = self.manifest()
             assert there is not None
         there = self._accepting(there, mine, retried)
+        if self.fits(mine, there, any_cut, found):
+            self._check_shards(there, found)
+            return there
+        self.storage.replace(manifest.NAME, mine.to_json().encode())
+        return mine
+
+    def fits(self, mine: Manifest, there: Manifest, any_cut: bool, found: Contents | None) -> bool:
+        """Whether a run can go on with what is there: ``False`` if it may be replaced, and else it is refused."""
         wanted = dataclasses.replace(mine, rows_per_shard=there.rows_per_shard) if any_cut else mine
         differences = _refusal(wanted, there)
         if not differences:
-            self._check_shards(there, found)
-            return there
+            return True
         # An attempt that failed before its first shard leaves nothing that could be of another run.
         if not self.sizes() and time.time() - there.about.get("begun", 0) > _STALE_SECONDS:
-            self.storage.replace(manifest.NAME, mine.to_json().encode())
-            return mine
+            return False
         raise StoreMismatchError(
             f"{self.url} holds the features of another run:\n  "
             + "\n  ".join(differences)

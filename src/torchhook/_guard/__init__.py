@@ -1,1 +1,1 @@
-"""The first NaN or Inf, and what made it. Enter at ``api``; read ``watcher`` next, then ``judge``."""
+"""The first NaN or Inf, and what made it: first_pass → repetition → watcher (thorough) → judge. Enter at ``api``."""

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-from torchhook import _torch
 from torchhook._callbacks import Fit, callback
-from torchhook._core.index import Index, is_callable
+from torchhook._core.index import Index
 from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
-from torchhook._core.taps import Look
-from torchhook._guard.backward import BackwardWatcher
 from torchhook._guard.findings import Finding
+from torchhook._guard.first_pass import FirstPass
 from torchhook._guard.judge import Judge
 from torchhook._guard.masks import Allow, Masks
-from torchhook._guard.pending import Pending
+from torchhook._guard.ranks import can_repeat_alone
+from torchhook._guard.reports import Action, Reports
+from torchhook._guard.thorough import Scrutiny, thorough_session
 from torchhook._guard.watcher import Watcher
 from torchhook._guard.word import Word
 from torchhook._recording.address import Site
-from torchhook.errors import GuardError, GuardWarning, NeverRanWarning, warn
+from torchhook.errors import NeverRanWarning, warn
 
 __all__ = ["Finding", "Guard", "guard"]
 
-Action = Literal["raise", "warn", "record"]
+_Opened = tuple[Session, FirstPass | Watcher]
 
 
 class Guard(Openable):
@@ -36,12 +36,13 @@ class Guard(Openable):
 
     _kind = "guard"
 
-    def __init__(self, found: dict[Any, Finding], build: Callable[[], Session], word: Word) -> None:
+    def __init__(self, found: dict[Any, Finding], build: Callable[[], _Opened], word: Word) -> None:
         self._found = found
         self._word = word
         weakref.finalize(self, word.close)
-        self._build: Callable[[], Session] | None = build
+        self._build: Callable[[], _Opened] | None = build
         self._session: Session | None = None
+        self._watched: FirstPass | Watcher | None = None
         self._made()
 
     @property
@@ -58,21 +59,24 @@ class Guard(Openable):
 
     def _start(self) -> None:
         assert self._build is not None
-        self._session = self._build()
+        self._session, self._watched = self._build()
         self._word.open()
         self._session.open()
 
     def _stop(self, error: BaseException | None) -> None:
-        session = self._session
+        session, watched = self._session, self._watched
         assert session is not None
-        session.close()
-        self._word.close()
-        # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
-        self._session = self._build = None
-        missing = session.recording.missing
+        assert watched is not None
+        try:
+            watched.settle(error)
+        finally:
+            session.close()
+            self._word.close()
+            # Whoever keeps the guard for its findings keeps neither the model nor its last batch.
+            self._session = self._build = self._watched = None
         # After an error the model may not have come to run, and the error says why.
-        if error is None and len(missing) == len(session.sites):
-            why = next(iter(missing.values()), "the model has no module that runs.")
+        if error is None and not watched.runs:
+            why = next(iter(session.recording.missing.values()), "the model has no module that runs.")
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
     def __repr__(self) -> str:
@@ -86,6 +90,7 @@ def guard(
     backward: bool = True,
     allow: Allow | None = "-inf",
     exclude: Selector | None = None,
+    thorough: bool = False,
 ) -> Guard:
     """Stop at the first NaN or Inf, forward or backward, and name what made it.
 
@@ -101,13 +106,16 @@ def guard(
 
     Args:
         model: the model to guard; it computes what it would without a guard.
-        action: ``"raise"`` raises a ``GuardError`` there and then, ``"warn"`` warns once for each site, ``"record"``
-            only fills ``findings``.
+        action: ``"raise"`` raises a ``GuardError`` before the model, or ``backward``, returns; ``"warn"`` warns once
+            for each site, ``"record"`` only fills ``findings``.
         backward: ``False`` leaves gradients alone: a loss scaler meets infinite ones on purpose.
         allow: ``"-inf"`` lets pass a ``-inf`` that the model writes down itself, or is given in a mask, and what adds
             to it; ``"inf"`` allows both signs, ``None`` neither. NaN, and infinities that come from finite numbers, are
             never allowed.
         exclude: what runs inside these modules or operations is not judged.
+        thorough: ``True`` listens to every operation while it runs, which costs several times the forward pass.
+            Otherwise only what modules return and the gradients of parameters are looked at, and the run is repeated
+            when one of them is bad; a NaN that is made and masked inside one module is not seen.
     """
     if action not in ("raise", "warn", "record"):
         raise ValueError(f"action={action!r}: use 'raise', 'warn' or 'record'.")
@@ -117,49 +125,18 @@ def guard(
     index = Index(model)
     excluded = [] if exclude is None else resolve(index, exclude)
     word = Word()
-    judge = Judge(index, Masks(allow), _reporter(action, word))
-    return Guard(judge.findings, functools.partial(_session, index, excluded, backward, judge), word)
+    reports = Reports(action, word)
+    judge = Judge(index, Masks(allow), reports)
+    scrutiny = Scrutiny(index, excluded, backward, judge)
+    return Guard(judge.findings, functools.partial(_opened, scrutiny, thorough, reports), word)
 
 
-def _session(index: Index, excluded: list[Target], backward: bool, judge: Judge) -> Session:
-    """The hooks of a guard, not yet on the model."""
-    session = Session(index.modules[""], index=index, warn=False)
-    # The gradients of an excluded module's parameters are left alone too; an excluded operation has none of its own.
-    spared = {id(module) for t in excluded if t.site.op is None for module in t.module.modules()}
-    pending = Pending(index, judge)
-    parameters = functools.partial(_parameters, index, spared)
-    gradients = BackwardWatcher(pending, session.scope, session.handles, parameters, enabled=backward)
-    watcher = Watcher(session.scope, judge, pending, gradients, {(id(t.module), t.site.op) for t in excluded})
-    session.listen(watcher)
-    for module in index.distinct.values():
-        if is_callable(module):
-            site = Site(index.names(module)[0])
-            session.look(Target(site.but(port="input"), module), _quietly(watcher.module_called, module))
-            session.look(Target(site, module), _quietly(watcher.module_returned, module))
-    return session
-
-
-def _parameters(index: Index, spared: set[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    for path, (module, own) in index.tensors.items():
-        parameter = module._parameters.get(own)
-        if isinstance(parameter, nn.Parameter) and id(module) not in spared:
-            yield path, module, parameter
-
-
-def _quietly(function: Callable[[nn.Module, Any, int], None], module: nn.Module) -> Look:
-    def look(value: Any, call: int) -> None:
-        with _torch.unheard():  # or the listener would hear all of this
-            function(module, value, call)
-
-    return look
-
-
-def _reporter(action: Action, word: Word) -> Callable[[Finding], None]:
-    def report(finding: Finding) -> None:
-        if action == "raise":
-            finding.note = word.leave(repr(finding))
-            raise GuardError(finding)
-        if action == "warn" and finding.times == 1:
-            warn(str(finding), GuardWarning)
-
-    return report
+def _opened(scrutiny: Scrutiny, thorough: bool, reports: Reports) -> _Opened:
+    """The hooks of a guard, not yet on the model, and whom they tell."""
+    if thorough or not can_repeat_alone(scrutiny.index):
+        return thorough_session(scrutiny)
+    session = Session(scrutiny.index.given, index=scrutiny.index, warn=False)
+    first_pass = FirstPass(session.scope, scrutiny, reports)
+    session.listen(first_pass)
+    session.look(Target(Site(""), scrutiny.index.root), lambda value, call: None)  # knows why the model never ran
+    return session, first_pass

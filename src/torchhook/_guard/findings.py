@@ -82,6 +82,10 @@ class Finding:
     """How often this site was found at fault; the rest of the finding is about the first time."""
     note: str = ""
     """What else there is to say where several ranks share the work."""
+    held: str = ""
+    """What was seen there, where the numbers are gone."""
+    unrepeated: str = ""
+    """Why the pass could not be repeated to find the operation: then only the module is known, or the parameter."""
 
     def __str__(self) -> str:
         if self.phase == "backward":
@@ -101,9 +105,12 @@ class Finding:
         where = repr(self.site.shown)
         whole = repr(self.site.path) if self.site.path else "the model"
         made = _first_bad((*self.outputs, *self.weights, *self.inputs))
-        bad = "NaN or Inf" if made is None else made.bad
+        bad = (self.held or "NaN or Inf") if made is None else made.bad
         given = _first_bad(self.inputs)
         held = bad if given is None else f"{given.name}: {given.bad}"
+        if self.unrepeated:
+            what = f"the gradient of {self.site.path!r} holds" if self.phase == "backward" else f"{where} returned"
+            return f"{what} {bad}; what made it could not be found, because {self.unrepeated}."
         if self.kind in ("parameter", "buffer"):
             weight = _first_bad(self.weights)
             already = bad if weight is None else weight.bad
@@ -120,6 +127,8 @@ class Finding:
         return f"{where} made {bad} out of {'finite inputs' if given is None else f'masked inputs ({held})'}."
 
     def _advice(self) -> str:
+        if self.unrepeated:
+            return "Use th.guard(model, thorough=True), which looks at every operation while it runs."
         if self.kind == "outside" and self.phase == "backward":
             return _ADVICE["loss"]
         if self.kind in _ADVICE:

@@ -22,6 +22,8 @@ from torchhook._recording.address import Site
 from torchhook._values.finite import may_be_bad
 from torchhook._values.memory import Origin, origin, reach
 
+Report = Callable[[Finding], object]
+
 
 class _Suspect(NamedTuple):
     """An Inf that has not left its module yet."""
@@ -46,14 +48,20 @@ def _owner(owners: dict[int, list[_Owner]], source: Origin) -> _Owner | None:
     return next((owner for owner in some if source.offset in owner.reach), some[0] if some else None)
 
 
+def _key(finding: Finding) -> Any:
+    # Without the call: a layer that fails in a loop, or at every step of a training, is one finding.
+    return finding.kind, finding.site.every_call, finding.phase
+
+
 class Judge:
     """Is shown what may hold a NaN or Inf, in the order in which it was made, and reports what is at fault."""
 
-    def __init__(self, index: Index, masks: Masks, report: Callable[[Finding], None]) -> None:
+    def __init__(self, index: Index, masks: Masks, report: Report) -> None:
         self.findings: dict[Any, Finding] = {}
         self._index = index
         self._masks = masks
-        self._report = report
+        self.report = report
+        """Is told of each finding, as it is known: a repetition listens first."""
         self._suspects: dict[int | None, _Suspect] = {}
         self._masking: set[int] = set()
         """Modules of this run, by id, that hold an infinity on purpose."""
@@ -192,12 +200,39 @@ class Judge:
         self._run_is_faulty = True
         if finding.phase == "forward":
             self._faulty_runs.add(finding.run)
-        # Without the call: a layer that fails in a loop, or at every step of a training, is one finding.
-        key = (finding.kind, finding.site.every_call, finding.phase)
-        known = self.findings.setdefault(key, finding)
+        known = self.findings.setdefault(_key(finding), finding)
         if known is not finding:
             known.times += 1
-        self._report(known)
+        self.report(known)
+
+    def is_faulty(self, run: int) -> bool:
+        """Whether a fault was found in the forward pass of a run: what comes after it is its consequence."""
+        return run in self._faulty_runs
+
+    def found_elsewhere(self, finding: Finding) -> None:
+        """Take note of what was found without a look at operations."""
+        self._found(finding)
+
+    def found_again(self, findings: Iterable[Finding], run: int) -> None:
+        """The same run into the same faults once more."""
+        for finding in findings:
+            finding.times += 1
+            if finding.phase == "forward":
+                self._faulty_runs.add(run)
+            self.report(finding)
+
+    def withdraw(self, findings: Iterable[Finding]) -> None:
+        """Forget findings that only came after the one that is raised."""
+        for finding in findings:
+            finding.times -= 1
+            if not finding.times:
+                del self.findings[_key(finding)]
+
+    def stack_of(self, path: str) -> list[str]:
+        """The modules around a path, by their names alone."""
+        parts = path.split(".") if path else []
+        paths = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+        return [f"{p or 'model'} ({type(self._index.modules[p]).__name__})" for p in paths if p in self._index.modules]
 
     def _owners(self) -> dict[int, list[_Owner]]:
         """Parameters and buffers by memory: cuDNN and flattened optimizers put several into one."""

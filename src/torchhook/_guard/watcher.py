@@ -30,6 +30,7 @@ from torchhook._guard.operations import (
     results,
 )
 from torchhook._guard.pending import Pending
+from torchhook._guard.runs import repeating
 from torchhook._guard.uninitialized import Uninitialized, without_nan
 from torchhook._torch import graph_task
 from torchhook._values.memory import origin, storage
@@ -45,6 +46,7 @@ class Watcher(Listener):
         pending: Pending,
         backward: BackwardWatcher,
         excluded: set[tuple[int, str | None]],
+        first_run: int = 0,
     ) -> None:
         super().__init__(scope)
         self._judge = judge
@@ -52,17 +54,23 @@ class Watcher(Listener):
         self._backward = backward
         self._excluded = excluded
         """Modules by id, each with an operation or as a whole."""
-        self._run = -1
-        self._calls: Counter[tuple[int, str]] = Counter()
+        self._run = first_run - 1
+        self.operations: Counter[tuple[int, str]] = Counter()
+        """Calls so far, by the id of the module and the name of the operation."""
+        self.modules: Counter[int] = Counter()
+        """Calls so far that have ended, by the id of the module."""
         self._inputs: dict[int, Named] = {}
         self._overwritten: dict[int, Tensor] = {}
         """What the operation that runs writes to, as it was before."""
         self._uninitialized = Uninitialized()
+        self._repeats = bool(repeating)
         self._last_checked: weakref.ref[Tensor] | None = None
 
     # -- modules ------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module) -> None:
+        if repeating and not self._repeats:
+            return  # another guard's repetition of what was seen here before
         super().enter(module)
         # Checkpointing calls modules inside a backward pass: that belongs to the run it computes again.
         if self.depth == 1 and self.current is module and not _is_recomputing():
@@ -87,6 +95,7 @@ class Watcher(Listener):
     def module_returned(self, module: nn.Module, value: Any, call: int) -> None:
         """A module has run: check what no operation was seen to make."""
         inputs, outputs = self._inputs.pop(id(module), []), named(value, "output")
+        self.modules[id(module)] += 1
         self._pending.note_crossing(outputs, module)
         # Most modules return what their last operation made, and that was checked. Uninitialized memory is not checked
         # as a whole: what was written to it was.
@@ -132,8 +141,8 @@ class Watcher(Listener):
         outputs = results(output, args, wrote=bool(before))
         if not outputs:
             return output
-        again, call = _is_recomputing(), self._calls[id(module), name]
-        self._calls[id(module), name] += not again
+        again, call = _is_recomputing(), self.operations[id(module), name]
+        self.operations[id(module), name] += not again
         if name in UNINITIALIZED or is_view(name, outputs, args, kwargs):
             if name in UNINITIALIZED:
                 self._uninitialized.add(outputs[0])
@@ -165,6 +174,14 @@ class Watcher(Listener):
         # Weak: the guard must not keep an activation that the model has dropped.
         self._last_checked = weakref.ref(outputs[-1])
         return output
+
+    @property
+    def runs(self) -> int:
+        """How often the model ran, at least."""
+        return self.modules.total()
+
+    def settle(self, error: BaseException | None) -> None:
+        """Nothing is left to be told: it was when it happened."""
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 PORTS = ("output", "input", "grad", "grad_input", "grad_total")
 MODEL = "(model)"
@@ -56,7 +56,11 @@ class Site(str):
         return not self == other
 
     # Gone with __eq__; and a plain string must find what was put under a site.
-    __hash__ = str.__hash__
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = str.__hash__  # as it is: a method in Python would make every lookup slower
 
     # Else a copy would be made of the text alone, and take all of it for the path.
     def __getnewargs__(self) -> tuple[Any, ...]:

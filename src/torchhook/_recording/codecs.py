@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,6 +43,9 @@ class Writer:
     def __init__(self, of_tensors: Sequence[Codec], of_values: Sequence[Codec]) -> None:
         self._of_tensors, self._of_values = of_tensors, of_values
         self.tensors: dict[str, Tensor] = {}
+        """By names that other readers of safetensors show: ``layer4``, ``relu#1``, ``encoder[last_hidden_state]``."""
+        self._name, self._address = "value", ""
+        self._keys: dict[int, str] = {}
         self._node: Node | None = None
         # A set and not a number, so that the writers below, which are copies, add to the same one.
         self._versions = {1}
@@ -61,18 +64,25 @@ class Writer:
         assert self._node is not None
         return self._node
 
+    def named(self, name: str, value: Any) -> Code:
+        """The code of a value whose tensors are to be found under ``name``."""
+        writer = copy.copy(self)
+        writer._name = name
+        return writer.one(value)
+
     def one(self, value: Any) -> Code:
         """The code of a value. A tensor that is held several times is written once."""
+        address = ".".join(filter(None, (self._address, self._keys.get(id(value)))))
         if isinstance(value, Tensor):
             if id(value) not in self._tensor_codes:
                 # The tensor is held: the id of one that was made on the way would be used again.
-                self._tensor_codes[id(value)] = value, self._code(_part(value), None)
+                self._tensor_codes[id(value)] = value, self._code(_part(value), None, address)
             return self._tensor_codes[id(value)][1]
         if id(value) in self._above or len(self._above) > _DEEPEST:
             return {OPAQUE.tag: list(opaque(value))}
         self._above.add(id(value))
         node = (OUTSIDE if self._node is None else self._node.below).open(value)
-        code = self._code(value, node)
+        code = self._code(value, node, address)
         self._above.discard(id(value))
         return code
 
@@ -86,7 +96,10 @@ class Writer:
 
     def keep(self, tensor: Tensor) -> str:
         """Put a tensor aside, and return its name."""
-        name = f"t{len(self.tensors)}"
+        own = f"{self._name}[{self._address}]" if self._address else self._name
+        # A sparse tensor is made of several, and names of modules may be anything: the format's own one, too.
+        others = (f"{own} ({number})" for number in count(2))
+        name = next(name for name in chain((own,), others) if name not in self.tensors and name != "__metadata__")
         self.tensors[name] = tensor
         return name
 
@@ -95,15 +108,18 @@ class Writer:
         code = self.one(key)
         return {OPAQUE.tag: list(opaque(key, str))} if OPAQUE.tag in code else code
 
-    def _code(self, value: Any, node: Node | None) -> Code:
+    def _code(self, value: Any, node: Node | None, address: str) -> Code:
         codecs = self._of_tensors if isinstance(value, Tensor) else self._of_values
         codec = next(codec for codec in codecs if codec.takes(value, node))
         self._versions.add(codec.since)
-        return {codec.tag: codec.write(value, self if node is None else self._below(node))}
+        return {codec.tag: codec.write(value, self._below(node, address))}
 
-    def _below(self, node: Node) -> Writer:
+    def _below(self, node: Node | None, address: str) -> Writer:
         writer = copy.copy(self)  # which puts everything into the same places
-        writer._node = node
+        writer._address, writer._keys = address, {}
+        if node is not None:
+            writer._node = node
+            writer._keys = {id(child): key for key, child in zip(node.keys, node.children, strict=True)}
         return writer
 
 

@@ -65,9 +65,9 @@ class Diff:
     """The rows of a comparison in the order in which A ran. Iterate it, index it by address, print it."""
 
     def __init__(self, rows: Sequence[Row], title: str = "", notes: Sequence[str] = ()) -> None:
-        self.rows = list(rows)
+        self.rows: list[Row] = list(rows)
         self.title = title
-        self.notes = list(notes)
+        self.notes: list[str] = list(notes)
 
     @property
     def first(self) -> Row | None:

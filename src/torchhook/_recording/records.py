@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -88,7 +89,9 @@ class Recording:
         """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
         self.replaced: dict[str, str] = {}
         """Sites whose module or parameter was replaced while the session was open: what came later was not seen."""
-        self.order = count()
+        self.stopped = ""
+        """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
+        self.order: count[int] = count()
         self._rows: dict[Site, Rows] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
@@ -300,6 +303,7 @@ class Recording:
         notes += [f"replaced: {shown(address)} ({what})" for address, what in self.replaced.items()]
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
+        notes += [self.stopped] if self.stopped else []
         return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
 
     def _unsaved(self) -> dict[str, list[Site]]:
@@ -318,8 +322,8 @@ class Recording:
 
     # -- saving -------------------------------------------------------------------------------
 
-    def save(self, path: str | Path) -> Path:
-        """Write the recording as one safetensors file: the tensors, and the rest as JSON in its metadata."""
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the recording as one safetensors file: the tensors by their sites, the rest as JSON in its metadata."""
         records = self.records()
         self._find_other_names()
         return saving.save(
@@ -333,8 +337,15 @@ class Recording:
                 "missing": self.missing,
                 "elsewhere": self.elsewhere,
                 "recomputed": self.recomputed,
+                "stopped": self.stopped,
             },
+            [_name(record, len(self._rows[record.site])) for record in records],
         )
+
+
+def _name(record: Record, records: int) -> str:
+    """What other readers of the file find its tensors by: the address, with the call where there are several."""
+    return record.site.shown if records == 1 else record.site.but(call=record.call).shown
 
 
 def _times(number: int) -> str:
@@ -358,7 +369,7 @@ def _plain(site: Site) -> list[Any]:
     return [site.path, site.op, site.port]
 
 
-def load(path: str | Path) -> Recording:
+def load(path: str | os.PathLike[str]) -> Recording:
     """Open a recording that ``Recording.save`` wrote. No pickle, no model, nothing of the user's code is run.
 
     Dataclasses, model outputs and other objects come back as ``Loaded`` objects with the same fields, and what a file
@@ -372,6 +383,7 @@ def load(path: str | Path) -> Recording:
         recording.missing = dict(about["missing"])
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
+        recording.stopped = about.get("stopped", "")  # older files do not say
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
             recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,45 @@ VERSION = 2
 """What this version reads. A file says the lowest version that has all of its tags, so that older readers open it."""
 
 
-def save(path: str | os.PathLike[str], values: list[Any], about: dict[str, Any]) -> Path:
-    """Write values and a JSON-able description of them as one file."""
+def save(
+    path: str | os.PathLike[str], values: Sequence[Any], about: dict[str, Any], names: Sequence[str] | None = None
+) -> Path:
+    """Write values and a JSON-able description of them as one file; other readers see their tensors by ``names``."""
+    path = named(path)
     writer = Writer(TENSORS, VALUES)
     document = {
-        "values": writer.several(values),
+        "values": [writer.named(name, value) for name, value in zip(names or _numbers(values), values, strict=True)],
         "about": about,
         "versions": {"torchhook": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     }
     # JSON in a string: the metadata of safetensors are strings and nothing else.
     metadata = {"format": FORMAT, "version": str(writer.version), "recording": json.dumps(document)}
     return tensor_file.write(path, writer.tensors, metadata)
+
+
+def _numbers(values: Sequence[Any]) -> list[str]:
+    return [str(number) for number in range(len(values))]
+
+
+def named(path: str | os.PathLike[str]) -> Path:
+    """The path, unless its ending belongs to another format: who reads such a file would be told that it is broken.
+
+    >>> named("run.safetensors").suffix
+    '.safetensors'
+    """
+    path = Path(path)
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise ValueError(
+            f"{path.name}: a recording is written as safetensors, and {path.suffix} is read as another format. Save it "
+            f"as {path.with_suffix('.safetensors').name!r}; th.load opens it, and so does every reader of safetensors."
+        )
+    return path
+
+
+_OTHER_FORMATS = frozenset(
+    {".pt", ".pth", ".pt2", ".ckpt", ".bin", ".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".json", ".csv"}
+    | {".zip", ".onnx", ".parquet", ".arrow", ".mat", ".txt"}
+)
 
 
 def load(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:

@@ -33,12 +33,12 @@ class Sweep:
         notes: Sequence[str] = (),
     ) -> None:
         self.values = values
-        self.sites = list(sites)
-        self.positions = None if positions is None else list(positions)
+        self.sites: list[str] = list(sites)
+        self.positions: list[int] | None = None if positions is None else list(positions)
         """The index on the swept dimension of each column; ``None`` where the whole value was patched."""
         self.clean = clean
         self.corrupted = corrupted
-        self.notes = list(notes)
+        self.notes: list[str] = list(notes)
 
     @property
     def normalized(self) -> Tensor:

@@ -10,8 +10,11 @@ _STYLE = (
 )
 
 
+_WIDEST = 96  # a name of six levels fits; what a value holds, or a sentence, may not
+
+
 class Table:
-    """A title, columns and rows of text. Columns whose title starts with ``>`` are set right.
+    """A title, columns and rows of text. Columns whose title starts with ``>`` are set right, long cells are cut.
 
     >>> print(Table("Sizes", ["name", ">size"], [["a", "1"], ["b", "20"]]))
     Sizes
@@ -25,13 +28,13 @@ class Table:
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
     ) -> None:
         self.title = title
-        self.columns = [c.removeprefix(">") for c in columns]
-        self.right = [c.startswith(">") for c in columns]
-        self.rows = [[str(cell) for cell in row] for row in rows]
-        self.notes = list(notes)
+        self.columns: list[str] = [c.removeprefix(">") for c in columns]
+        self.right: list[bool] = [c.startswith(">") for c in columns]
+        self.rows: list[list[str]] = [[str(cell) for cell in row] for row in rows]
+        self.notes: list[str] = list(notes)
 
     def __str__(self) -> str:
-        cells = [self.columns, *self.rows]
+        cells = [[capped(cell) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
 
         def line(row: Sequence[str]) -> str:
@@ -40,14 +43,16 @@ class Table:
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         head = [self.title] if self.title else []
-        return "\n".join([*head, line(self.columns), rule, *map(line, self.rows), *self.notes])
+        return "\n".join([*head, line(cells[0]), rule, *map(line, cells[1:]), *self.notes])
 
     def _repr_html_(self) -> str:
         # white-space:pre, since HTML drops the blanks that layers are indented with.
         def cells(row: Sequence[str], tag: str) -> str:
             return "".join(
-                f'<{tag} style="text-align:{"right" if right else "left"};padding:1px 10px 1px 0;white-space:pre">'
-                f"{html.escape(cell)}</{tag}>"
+                f'<{tag} style="text-align:{"right" if right else "left"};padding:1px 10px 1px 0;white-space:pre"'
+                # Whole, for the pointer that rests on a cell that was cut.
+                f"{'' if capped(cell) == cell else f' title={chr(34)}{html.escape(cell)}{chr(34)}'}>"
+                f"{html.escape(capped(cell))}</{tag}>"
                 for cell, right in zip(row, self.right, strict=True)
             )
 
@@ -58,6 +63,18 @@ class Table:
             f'<table style="{_STYLE}"><thead><tr>{cells(self.columns, "th")}</tr></thead>'
             f"<tbody>{body}</tbody></table>{notes}</div>"
         )
+
+
+def capped(text: str, width: int = _WIDEST) -> str:
+    """A cell that fits: the middle gives way, since names differ at their ends.
+
+    >>> capped("encoder.layers.11.attention.query", 17)
+    'encoder.l…n.query'
+    """
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2 - (width - 1) // 12
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
 def count(number: float, precision: int = 2) -> str:

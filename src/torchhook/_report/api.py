@@ -12,6 +12,7 @@ from torch import nn
 from torchhook._core.select import Selector
 from torchhook._report.collect import collect
 from torchhook._report.render import render
+from torchhook._report.score import Labels
 from torchhook._values.targets import Goal
 from torchhook.errors import require
 
@@ -24,7 +25,7 @@ def report(
     target: Goal = None,
     image: Any = None,
     tokens: Sequence[str] | None = None,
-    classes: Sequence[str] | None = None,
+    labels: Labels | None = None,
     title: str | None = None,
     gradients: bool = True,
     attention: bool = True,
@@ -53,7 +54,7 @@ def report(
             token; the mean square of an output without classes.
         image: A picture to show in place of the input: whatever ``th.plot.overlay`` takes.
         tokens: The input's tokens as text.
-        classes: The names of the classes.
+        labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config.
         title: The title of the page; the model's class if left out.
         gradients: Whether to take gradients of the target's score.
         attention: Whether to show attention maps.
@@ -71,7 +72,7 @@ def report(
         target=target,
         image=image,
         tokens=tokens,
-        classes=classes,
+        labels=labels,
         title=title,
         gradients=gradients,
         attention=attention,

@@ -16,14 +16,15 @@ from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.offload import loaded
 from torchhook._core.select import Selector
+from torchhook._layers.api import seconds
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
-from torchhook._report.facts import Layer, Page, Picture, Token, Weight
+from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
-from torchhook._report.score import Score, likely, name_of
-from torchhook._report.timing import seconds
+from torchhook._report.score import Labels, Score, known_labels, likely, name_of, next_token
+from torchhook._report.untrained import untrained
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
@@ -43,7 +44,7 @@ def collect(
     target: Goal = None,
     image: Any = None,
     tokens: Sequence[str] | None = None,
-    classes: Sequence[str] | None = None,
+    labels: Labels | None = None,
     title: str | None = None,
     gradients: bool = True,
     attention: bool = True,
@@ -71,6 +72,8 @@ def collect(
     given = calling.arguments(inputs)
     layers, numbers_of = _layers(index)
     view = View(len(layers), shown.image_tensor(given) is not None)
+    view.reads = shown.reads(given)
+    labels = known_labels(index.modules[""]) if labels is None else labels
     notes: list[str] = []
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
@@ -78,7 +81,7 @@ def collect(
     # A caller's inference mode would win over enabled gradients. Whatever the model changes, the next run starts as the
     # first did: each ``again`` puts back random numbers, running statistics and caches.
     with torch.inference_mode(False), calling.undisturbed(model) as again, calling.in_mode(model, train):
-        times = seconds(model, index, given, repeats)
+        plain, times = seconds(model, index, given, repeats)
         again()
         output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
         again()
@@ -90,21 +93,22 @@ def collect(
         if picture is not None and not found.each:
             notes.append("No class activation map: the target is a function of the whole batch; give one sample.")
         elif picture is not None and cam is not None:
-            _overlay(model, given, target, found, cam, cam_layer, classes, picture, notes)
+            _overlay(model, given, target, found, cam, cam_layer, labels, picture, notes)
     _note_parts(view, index, notes)
     # A first name comes before the others, so that its numbers are there already.
     for layer in layers:
         layer.seconds = times.get(layer.path)
         if layer.shared_with is not None:
             first = layers[layer.shared_with]
-            layer.ran, layer.seconds, layer.silent = first.ran, first.seconds, first.silent
+            layer.ran, layer.seconds, layer.silent, layer.idle = first.ran, first.seconds, first.silent, first.idle
     text = found.text
+    word = "token" if next_token(output) else "class"
     if found.label is not None:
-        text = text.replace(f"class {found.label}", name_of(found.label, classes))
+        text = text.replace(f"{word} {found.label}", name_of(found.label, labels, word))
     return Page(
         title=title or type(index.modules[""]).__name__,
         model=type(index.modules[""]).__name__,
-        about=_about(model, layers, times, train),
+        about=_about(model, layers, plain, train),
         layers=layers,
         findings=findings(layers),
         input=_described(given),
@@ -112,7 +116,10 @@ def collect(
         score=text,
         picture=picture,
         tokens=_tokens(given, tokens, picture, sums),
-        classes=likely(output, classes),
+        classes=likely(output, labels),
+        choices=f"the most likely {'next tokens' if word == 'token' else 'classes'}",
+        banner=untrained(index),
+        times=_times(layers, plain, times),
         notes=notes,
     )
 
@@ -210,7 +217,7 @@ def _overlay(
     found: Score,
     method: str,
     layer: Selector | None,
-    classes: Sequence[str] | None,
+    labels: Labels | None,
     picture: Picture,
     notes: list[str],
 ) -> None:
@@ -221,7 +228,7 @@ def _overlay(
         if not bool(made.map.isfinite().all()):
             raise ValueError(f"it is not finite at {made.layer.shown}.")
         picture.overlay = pictures.heat(made.map[0].detach(), picture.width, picture.height)
-        said = found.text if isinstance(made.target, str) else name_of(made.target[0], classes)
+        said = found.text if isinstance(made.target, str) else name_of(made.target[0], labels)
         picture.caption = f"{method} of {said} at {made.layer.shown}"
     except Exception as error:  # a page without this picture is better than no page
         notes.append(f"No class activation map: {error}")
@@ -237,17 +244,32 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
     return tokens
 
 
-def _about(model: nn.Module, layers: list[Layer], times: dict[str, float], train: bool) -> list[tuple[str, str]]:
+def _times(layers: list[Layer], plain: float, times: dict[str, float]) -> Times:
+    parents = {layer.parent for layer in layers}
+    own = sum(x.seconds or 0.0 for i, x in enumerate(layers) if i not in parents and x.shared_with is None)
+    return Times(plain, times.get(""), own)
+
+
+def clock(seconds: float) -> str:
+    """A time in milliseconds, or in seconds from ten on: as the page writes every other.
+
+    >>> clock(0.0123456), clock(12.5)
+    ('12.35 ms', '12.50 s')
+    """
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.2f} ms"
+
+
+def _about(model: nn.Module, layers: list[Layer], plain: float, train: bool) -> list[tuple[str, str]]:
     parameters = list(dict.fromkeys(model.parameters()))
     devices = dict.fromkeys(str(p.device) for p in parameters)
     dtypes = dict.fromkeys(dtype_name(p.dtype) for p in parameters)
-    whole, total = times.get(""), sum(p.numel() for p in parameters)
+    total = sum(p.numel() for p in parameters)
     # The heading of the page takes the first, second and fourth by their place.
     return [
         ("layers", f"{len(layers) - 1:,}"),
         ("parameters", count(total).strip() if total >= 1000 else str(total)),
         ("weights", size(sum(p.nbytes for p in parameters))),
-        ("forward", "-" if whole is None else f"{whole * 1e3:.1f} ms"),
+        ("forward", clock(plain)),
         ("mode", "train" if train else "eval"),
         ("device", ", ".join(devices) or "cpu"),
         ("dtype", ", ".join(dtypes) or "-"),

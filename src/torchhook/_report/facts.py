@@ -43,6 +43,7 @@ class Sprite:
     height: int
     labels: list[str]
     what: str
+    title: str = "Feature maps"
 
 
 @dataclasses.dataclass
@@ -95,6 +96,8 @@ class Layer:
     calls: list[Call] = dataclasses.field(default_factory=list)
     silent: str = ""
     """Why it never ran."""
+    idle: str = ""
+    """Why that it never ran changes nothing."""
 
 
 @dataclasses.dataclass
@@ -117,6 +120,16 @@ class Picture:
     height: int
     overlay: str = ""
     caption: str = ""
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of one forward pass: plain, and with a clock at every layer."""
+
+    plain: float | None
+    clocked: float | None
+    own: float
+    """In layers that hold no other layers, of the clocked pass."""
 
 
 @dataclasses.dataclass
@@ -143,6 +156,11 @@ class Page:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     classes: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     """The most likely classes with their shares."""
+    choices: str = "the most likely classes"
+    """What these are."""
+    banner: str = ""
+    """What has to be known before anything else is read."""
+    times: Times | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torchhook._report.facts import Finding, Layer, Numbers
 
+_DEAD = 0.1  # of the channels: on one input, a few that stay silent are what a ReLU is for
+
 
 def findings(layers: list[Layer]) -> list[Finding]:
     """Every kind of trouble that was found, the worst first."""
@@ -34,8 +36,9 @@ def findings(layers: list[Layer]) -> list[Finding]:
         Finding(
             "dead",
             "Dead channels",
-            "Zero at every position of this input. One input proves little: look at a batch before pruning.",
-            sorted(((i, note) for i, layer in own for note in _dead(layer)), key=lambda item: -_share(layers[item[0]])),
+            "Zero at every position of this input, a tenth of the channels or more. One input proves little: look at a "
+            "batch before pruning.",
+            sorted(_dead(layers, own), key=lambda item: -_share(layers[item[0]])),
         ),
         Finding(
             "constant",
@@ -69,14 +72,25 @@ def _counts(found: list[Numbers]) -> list[str]:
     return [f"{number:,} {what}" for what, number in sums.items() if number]
 
 
-def _dead(layer: Layer) -> Iterator[str]:
-    found = [v for v in _values(layer) if v.dead]
-    if found:
-        yield f"{found[0].dead:,} of {found[0].channels:,}"
+def _dead(layers: list[Layer], own: list[tuple[int, Layer]]) -> Iterator[tuple[int, str]]:
+    said: dict[int, set[str]] = {}
+    # From the last, since what a layer holds comes after it: a block that only passes on what its ReLU made dead is no
+    # finding of its own.
+    for i, layer in reversed(own):
+        worst = max(_values(layer), key=_dead_share, default=None)
+        note = "" if worst is None or _dead_share(worst) < _DEAD else f"{worst.dead:,} of {worst.channels:,}"
+        if note and note not in said.get(i, ()):
+            yield i, note
+        if layer.parent >= 0:
+            said.setdefault(layer.parent, set()).update(said.get(i, set()) | {note})
+
+
+def _dead_share(found: Numbers) -> float:
+    return found.dead / found.channels if found.channels else 0.0
 
 
 def _share(layer: Layer) -> float:
-    return max((v.dead / v.channels for v in _values(layer) if v.channels), default=0.0)
+    return max(map(_dead_share, _values(layer)), default=0.0)
 
 
 def _flat_gradient(layer: Layer) -> bool:

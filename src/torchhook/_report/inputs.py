@@ -29,6 +29,11 @@ def image_tensor(inputs: Inputs) -> Tensor | None:
     return None
 
 
+def reads(inputs: Inputs) -> bool:
+    """Whether the input is tokens: a table of whole numbers, and no image beside it."""
+    return image_tensor(inputs) is None and bool(tokens_of(inputs, None))
+
+
 def picture(image: Any, tensor: Tensor | None) -> Picture | None:
     """The image that was given, or the input turned back into one."""
     given = image if image is not None or tensor is None else tensor[:1]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.select import Target
 from torchhook._core.session import Session
@@ -34,6 +35,8 @@ class View:
 
     def __init__(self, layers: int, patches: bool) -> None:
         self.patches = patches
+        self.reads = False
+        """Whether the input is tokens."""
         # With the mean, they are two rows of eight in the sprite, one, or half of one.
         self.maps = 15 if layers < 400 else 7 if layers < 900 else 3
         self.side = 56 if layers < 300 else 40 if layers < 600 else 28
@@ -72,15 +75,31 @@ def observe(
         leaves, inputs = _differentiable(given) if gradients else ([], tree.map_tensors(Tensor.clone, given))
         # The backward pass is inside as well: gradients are seen only while the session is open.
         with _some_gradient(model, leaves, gradients):
-            output = model(*inputs.args, **inputs.kwargs)
+            output = calling.called(model, inputs.args, inputs.kwargs)
             found = score(output, target, _examples(given))
             if gradients:
                 _backward(index, found, leaves, layers, numbers_of, notes)
     # Afterwards, since a session works out why something never ran when it closes.
     for layer in layers:
         if layer.runs and not layer.ran and layer.shared_with is None:
-            layer.silent = recording.missing.get(str(Site(layer.path)), "the model did not call it.")
+            why = recording.missing.get(str(Site(layer.path)), "the model did not call it.")
+            layer.idle = _harmless(index, layer)
+            layer.silent = "" if layer.idle else why
     return output, found, sums
+
+
+def _harmless(index: Index, layer: Layer) -> str:
+    """Why it changes nothing that a layer never ran; nothing where it may."""
+    module = index.modules[layer.path]
+    # By name: libraries have dropouts of their own.
+    if "drop" in layer.type.lower() and not layer.parameters:
+        rate = "takes its rate and not the layer" if module.training else "does without it"
+        return f"a dropout that fused attention {rate}; in evaluation mode it is the identity anyway."
+    if isinstance(module, nn.Identity):
+        return "an identity changes nothing."
+    if isinstance(index.modules.get(layer.path.rpartition(".")[0]), nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weights without calling it (pytorch#78109)."
+    return ""
 
 
 def _examples(given: Inputs) -> int:
@@ -183,7 +202,9 @@ class _Looker:
                 layout = self._layouts.of(self._module, tensor)
                 seen.value = numbers(tensor, layout)
                 if seen.value is not None and not tensor.is_nested:
-                    seen.maps = pictures.feature_maps(tensor, layout, self._view.maps, self._view.side)
+                    seen.maps = pictures.feature_maps(
+                        tensor, layout, self._view.maps, self._view.side, self._view.reads
+                    )
         self._layer.calls.append(seen)
 
     def gradient(self, value: Any, call: int) -> None:

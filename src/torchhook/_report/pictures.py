@@ -64,14 +64,17 @@ def sprite(maps: Tensor, labels: Sequence[str], what: str, side: int) -> Sprite:
     return Sprite(_indexed(pixels), columns, width, height, list(labels), what)
 
 
-def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int) -> Sprite | None:
-    """The strongest channels of the first sample, or all of a value that has no maps as one picture."""
+def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int, tokens: bool = False) -> Sprite | None:
+    """The strongest channels of the first sample, or all of a value that has no maps as one picture.
+
+    ``tokens`` says that the input is tokens, and so is what lies along the places of a value.
+    """
     value = local(value)
     if not value.numel() or value.is_complex() or value.dim() == 0:
         return None
     value = value.dequantize() if value.is_quantized else value.detach().float()
     if layout is None or len(layout.grid) not in (2, 3) or min(layout.grid[-2:]) < 2:
-        return _matrix(value, side)
+        return _matrix(value, layout, side, tokens)
     maps = layout.picture(value)
     # A sort takes NaN for the largest of all: one bad pixel would bring its channel to the front.
     finite = maps.nan_to_num(0.0, 0.0, 0.0)
@@ -87,15 +90,24 @@ def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int) -
     return sprite(chosen, labels, what if len(maps) > 1 else "the only channel", side)
 
 
-def _matrix(value: Tensor, side: int) -> Sprite | None:
+def _matrix(value: Tensor, layout: Layout | None, side: int, tokens: bool) -> Sprite | None:
     rows = value[0] if value.dim() >= 3 else value
     rows = rows.reshape(-1, rows.shape[-1]) if rows.dim() > 1 else rows[None]
     if rows.shape[1] < 2:
         return None
-    what = f"{'dim 1 × dim 2' if value.dim() == 3 else 'rows × features'}: {rows.shape[0]} × {rows.shape[1]}"
+    down, across = ("example", "feature") if value.dim() < 3 else ("row", "column")
+    if layout is not None and value.dim() == 3:
+        down, across = "token" if tokens else "position", "channel"
+        if layout.channels == 1:
+            down, across = across, down
+    what = f"{_counted(rows.shape[0], down)} (down) × {_counted(rows.shape[1], across)} (across)"
     small = _smaller(rows[None], 2 * side, 4 * side)
     small = small[:, :, : small.shape[2]]
-    return Sprite(_indexed(levels(small)[0].cpu()), 1, small.shape[2], small.shape[1], ["all values"], what)
+    return Sprite(_indexed(levels(small)[0].cpu()), 1, small.shape[2], small.shape[1], ["all values"], what, "Values")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def heads(weights: Tensor, side: int, number: int = 16) -> Sprite:
@@ -103,7 +115,9 @@ def heads(weights: Tensor, side: int, number: int = 16) -> Sprite:
     maps = weights[0].float()
     labels = ["mean", *(f"head {i}" for i in range(min(len(maps), number)))]
     what = f"{maps.shape[1]} queries (down) × {maps.shape[2]} keys (across), {len(maps)} heads"
-    return sprite(torch.cat([maps.mean(0, keepdim=True), maps[:number]]), labels, what, side)
+    made = sprite(torch.cat([maps.mean(0, keepdim=True), maps[:number]]), labels, what, side)
+    made.title = "Attention"
+    return made
 
 
 def heat(map_: Tensor, width: int, height: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from torchhook._report.facts import Page
 from torchhook.errors import require
 
-_LIGHT = ("path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "silent")
+_LIGHT = ("path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "silent", "idle")
 
 
 def render(page: Page) -> str:

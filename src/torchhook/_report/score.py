@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchhook._values import tree
 from torchhook._values.subclasses import local
 from torchhook._values.targets import Goal, ask, class_scores, classes, is_function, logits, pick
+
+Labels: TypeAlias = "Sequence[str] | Mapping[int, str]"
+"""The names of the classes, by their numbers."""
 
 
 class Score(NamedTuple):
@@ -37,10 +40,11 @@ def score(output: Any, target: Goal, examples: int = 1) -> Score:
     if found is None:
         return _mean_square(output)
     wanted = classes(target, found)
+    word = "token" if next_token(output) else "class"
     if target is None:
-        text = f"class {wanted[0]}, the most likely" if len(found) == 1 else "each sample's most likely class"
+        text = f"{word} {wanted[0]}, the most likely" if len(found) == 1 else f"each sample's most likely {word}"
     else:
-        text = f"class {wanted[0]}" if len(set(wanted)) == 1 else "each sample's own class"
+        text = f"{word} {wanted[0]}" if len(set(wanted)) == 1 else f"each sample's own {word}"
     return Score(pick(found, wanted).sum(), text + _summed(len(found)), wanted[0])
 
 
@@ -62,14 +66,33 @@ def _mean_square(output: Any) -> Score:
     return Score(found.float().square().mean(), "the mean square of the output")
 
 
-def likely(output: Any, names: Sequence[str] | None, number: int = 5) -> list[tuple[str, float]]:
+def next_token(output: Any) -> bool:
+    """Whether the scores are those of the token that comes next: rows × tokens × vocabulary."""
+    return any(address == "logits" and isinstance(t, Tensor) and t.dim() == 3 for address, t in tree.leaves(output))
+
+
+def likely(output: Any, names: Labels | None, number: int = 5) -> list[tuple[str, float]]:
     """The most likely classes of the first sample, with the share that a softmax gives them."""
     found = _choice(output)
     if found is None or not bool(found[0].isfinite().all()):
         return []
     shares, top = local(found[0].detach()).float().softmax(-1).topk(min(number, found.shape[-1]))
-    return [(name_of(c, names), p) for c, p in zip(top.tolist(), shares.tolist(), strict=True)]
+    word = "token" if next_token(output) else "class"
+    return [(name_of(c, names, word), p) for c, p in zip(top.tolist(), shares.tolist(), strict=True)]
 
 
-def name_of(label: int, names: Sequence[str] | None) -> str:
-    return f"class {label}" if names is None or label >= len(names) else f"{names[label]} ({label})"
+def name_of(label: int, names: Labels | None, word: str = "class") -> str:
+    if isinstance(names, Mapping):
+        found = names.get(label)
+    else:
+        found = None if names is None or label >= len(names) else names[label]
+    return f"{word} {label}" if found is None else f"{found} ({label})"
+
+
+def known_labels(model: nn.Module) -> Labels | None:
+    """The names of the classes that a model of transformers has in its config, where they are more than numbers."""
+    found = getattr(getattr(model, "config", None), "id2label", None)
+    if not isinstance(found, Mapping) or not all(isinstance(key, int) for key in found):
+        return None
+    # What the config makes up when nobody named the classes.
+    return None if all(str(name) == f"LABEL_{key}" for key, name in found.items()) else dict(found)

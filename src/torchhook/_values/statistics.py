@@ -105,10 +105,10 @@ class Measure:
         self._mean = self._spread or "mean" in wanted
         self._zeros = "zeros" in wanted
         self._nans = "nans" in wanted
-        self.histograms = "histogram" in wanted
+        self.histograms: bool = "histogram" in wanted
         # The spread of values that are not finite, very small or very large depends on which of them they are.
         self._range = self._spread or self._nans or self.histograms or bool(wanted & {"min", "max"})
-        self.needed = self._mean or self._zeros or self._range
+        self.needed: bool = self._mean or self._zeros or self._range
 
     def __call__(self, tensor: Tensor) -> Measured:
         flat = flatten(tensor)

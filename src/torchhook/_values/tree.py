@@ -8,6 +8,7 @@ of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -197,14 +198,20 @@ def _same(one: Any, walker: Walker, other: Any, beside: Walker) -> bool:
     )
 
 
+_WIDE = 72  # of a line of a table, with the name of a layer before it and numbers behind
+
+
 def describe(value: Any) -> str:
-    """The shape of a value in a few characters.
+    """The shape of a value in a few characters; of one with many parts, a summary that still fits a line.
 
     >>> import torch
     >>> describe((torch.zeros(2, 3), None))
     '((2, 3), None)'
+    >>> describe({"logits": torch.zeros(2, 3), "hidden_states": (torch.zeros(2, 9, 8),) * 13, "loss": torch.zeros(())})
+    'logits (2, 3) + hidden_states 13 × (2, 9, 8) + loss ()'
     """
-    return _described(value, OUTSIDE)
+    text = _described(value, OUTSIDE)
+    return text if len(text) <= _WIDE else _fitting(value)
 
 
 def _described(value: Any, walker: Walker) -> str:
@@ -217,11 +224,69 @@ def _described(value: Any, walker: Walker) -> str:
     if kind in (tuple, list):
         inner = ", ".join(_described(child, below) for child in node.children[:4])
         more = f", … {len(node.children)} in all" if len(node.children) > 4 else ""
-        return f"({inner}{more})" if kind is tuple else f"[{inner}{more}]"
+        # As Python writes it: without the comma, a tuple of one would read as its part.
+        alone = "," if kind is tuple and len(node.children) == 1 else ""
+        return f"({inner}{more}{alone})" if kind is tuple else f"[{inner}{more}]"
     shown = [(key, child) for key, child in zip(node.keys, node.children, strict=True) if child is not None]
     parts = [f"{key}={_described(child, below)}" for key, child in shown[:4]]
     more = ", …" if len(shown) > 4 else ""
     return f"{'' if kind is dict else kind.__name__}{{{', '.join(parts)}{more}}}"
+
+
+def _fitting(value: Any) -> str:
+    """One part after the other, each in a few words, for as long as there is room."""
+    node = OUTSIDE.open(value)
+    assert node is not None  # a leaf is short
+    several = _several(value, node)
+    if several:
+        return several
+    plain = type(value) in (tuple, list)
+    named = [(key, child) for key, child in zip(node.keys, node.children, strict=True) if child is not None or plain]
+    # What holds a tensor comes before flags and settings, which nobody asks the shape of.
+    if not plain:
+        named.sort(key=lambda part: next(_tensors((part[1],), {}, node.below), None) is None)
+    parts = [_part("" if plain else key, child, node.below) for key, child in named]
+    gap = ", " if plain else " + "
+    for shown in range(len(parts), 0, -1):
+        more = [] if shown == len(parts) else [f"{len(parts) - shown} more"]
+        text = gap.join([*parts[:shown], *more])
+        if len(text) <= _WIDE - 2 * plain:
+            break
+    text = text if len(text) <= _WIDE - 2 * plain else f"{text[: _WIDE - 3]}…"
+    return text if not plain else f"({text})" if type(value) is tuple else f"[{text}]"
+
+
+def _part(key: str, value: Any, walker: Walker) -> str:
+    node = None if isinstance(value, Tensor) else walker.open(value)
+    if node is None:
+        text = _described(value, walker)
+        return f"{key} {text}" if key and isinstance(value, Tensor) else f"{key}={text}" if key else text
+    if several := _several(value, node):
+        return f"{key} {several}" if key else several
+    known, tensors_in = type(value).__name__, sum(1 for _ in _tensors(value, {}, walker))
+    lists = [(k, c) for k, c in zip(node.keys, node.children, strict=True) if type(c) in (tuple, list) and c]
+    if type(value) in (dict, tuple, list):
+        text = f"{known} of {_counted(tensors_in, 'tensor')}" if tensors_in else f"{known} of {len(node.children)}"
+        return f"{key}: {text}" if key else text
+    # A cache keeps its tensors in one list, and counts by that: DynamicCache{layers=[…]} is a cache of 12 layers.
+    noun = re.findall("[A-Z]+[a-z0-9]*|[a-z0-9]+", known)[-1].lower() if known.isascii() and known.isalnum() else known
+    if len(lists) == 1 and not lists[0][0].isdigit():
+        word, count = lists[0][0], len(lists[0][1])
+        return f"{noun} of {count} {word}" if count != 1 else f"{noun} of 1 {word.removesuffix('s')}"
+    return f"{noun} of {_counted(tensors_in, 'tensor')}"
+
+
+def _several(value: Any, node: Node) -> str:
+    """``13 × (1, 10, 64)`` for a tuple or list of equals; nothing for others."""
+    if type(value) not in (tuple, list) or len(node.children) < 2:
+        return ""
+    texts = {_described(child, node.below) for child in node.children}
+    text = texts.pop()
+    return "" if texts or len(text) > _WIDE // 2 else f"{len(node.children)} × {text}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _described_leaf(value: Any) -> str:

@@ -51,19 +51,19 @@ class Watched:
         by_call: bool,
     ) -> None:
         self.index = index
-        self.by_call = by_call
+        self.by_call: bool = by_call
         self.wanted = wanted
         self.threads = threads
-        self.measure = Measure(wanted, bins)
+        self.measure: Measure = Measure(wanted, bins)
         self.gradients = gradients
         self.targets = targets
         root = index.modules[""]
         # With steps counted by calls, the model's own call opens the session of a step. The model's inputs have passed
         # by then, and are looked at by the hook that counts.
         early = [t for t in targets if t.module is root and (t.site.port in _INWARD or t.tensor is not None)]
-        self.before_step = early if by_call else []
-        self.in_step = [t for t in targets if t not in self.before_step]
-        self.parameters = _parameters(index, targets) if parameters else {}
+        self.before_step: list[Target] = early if by_call else []
+        self.in_step: list[Target] = [t for t in targets if t not in self.before_step]
+        self.parameters: dict[str, Target] = _parameters(index, targets) if parameters else {}
 
     def count_by_hand(self) -> None:
         """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
@@ -155,15 +155,15 @@ class Engine:
     ) -> None:
         self.watched = watched
         self.every = every
-        self.next = start
+        self.next: int = start
         self.started = start
         self.history: deque[Snapshot] = deque(maxlen=history)
-        self.alarms = None if limits is None else AlarmState(limits)
+        self.alarms: AlarmState | None = None if limits is None else AlarmState(limits)
         self.paused = False
         self.step: Step | None = None
         self.seen: set[str] = set()
         self.missing: dict[str, str] = {}
-        self.shared = Shared(f"watched {every} {start} {zlib.crc32(' '.join(watched.parameters).encode())}")
+        self.shared: Shared = Shared(f"watched {every} {start} {zlib.crc32(' '.join(watched.parameters).encode())}")
         self._limits = limits
         self._sinks = sinks
         self._loss_scale = loss_scale
@@ -255,7 +255,7 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
-        self._ahead = None
+        self._ahead, self._trained = None, {}
         self.settle()
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history

@@ -1,23 +1,36 @@
 """One pass over a tensor by a Triton kernel: all its statistics, or only its norm, in one launch and without a wait.
 
-Imported where Triton is. A tensor lies in memory as ``rows`` of ``length`` elements. Each program takes some of the
-rows and writes what it saw to a slot of its own; ``rows.merged`` puts the slots together on the host, always in one
-order, so that the same values give the same numbers.
+Imported when it is first needed, because Triton takes a while. A tensor lies in memory as ``rows`` of ``length``
+elements. Each program takes some of the rows and writes what it saw to a slot of its own; ``rows.merged`` puts the
+slots together on the host, always in one order, so that the same values give the same numbers.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 TILE = 1024
 """The elements that a program looks at together: four for each of its threads, so that five programs run at once."""
 
 
+def _compiled(function: Callable[..., Any]) -> Any:
+    """A kernel. Without Triton a function that cannot be launched: whoever tries it then knows."""
+    if triton is None:
+        return function
+    return triton.jit(function, do_not_specialize=["rows", "rows_each", "channels"])
+
+
 # Sums are in double precision: of squares, the largest numbers of single precision have some, and the smallest too.
 # They are of distances from the program's first element. As that is one of them, the cancellation in the variance
 # loses at most a factor of their number, however large the mean is.
-@triton.jit(do_not_specialize=["rows", "rows_each", "channels"])  # type: ignore[untyped-decorator]
+@_compiled
 def look(  # type: ignore[no-untyped-def]  # Triton takes annotations for types of its own
     x,
     slots,

@@ -30,7 +30,7 @@ class Shared:
     """What all ranks together know of sites that lie on several of them."""
 
     def __init__(self, what: str) -> None:
-        self.together = Together(what)
+        self.together: Together = Together(what)
         self._alone = False
 
     def merge(self, mine: Mapping[str, Part], lie: Mapping[str, Groups], by_hand: bool) -> dict[str, Part]:

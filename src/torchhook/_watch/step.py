@@ -27,7 +27,7 @@ class Step:
 
     def __init__(self, measure: Measure, units: Units, ledger: Ledger) -> None:
         self.number = 0
-        self.loss_scale = 1.0
+        self.loss_scale: float = 1.0
         self.ledger = ledger
         self.ran = False
         """Whether anything passed at all."""

@@ -16,6 +16,7 @@ from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, n
 
 _LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
 _LINE = 2.5 / 72
+_PAGE = 12  # inches
 
 
 def attention(
@@ -28,6 +29,7 @@ def attention(
     image: Any = None,
     query: int | None = None,
     grid: Sequence[int] | None = None,
+    padding: bool = False,
     cmap: str = "magma",
     alpha: float = 0.65,
     title: str | None = None,
@@ -43,6 +45,7 @@ def attention(
     or a rollout (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are
     shaded by how much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
     looks at over the image; ``grid`` is that of the patches where it is not square. ``heads`` picks some heads, or one.
+    Tokens at the ends that no query looks at are padding, and left out unless ``padding`` keeps them.
     """
     value = one(source, sites)
     weights = _weights(value, sample)
@@ -53,6 +56,10 @@ def attention(
     weights = weights[shown]
     if query is not None and not -weights.shape[1] <= query < weights.shape[1]:
         raise IndexError(f"query={query}: there are {weights.shape[1]}.")
+    cut = slice(None) if padding or image is not None else _real(weights)
+    if tokens is not None and len(tokens) == weights.shape[2]:
+        tokens = tokens[cut]
+    whole, weights, query = weights.shape[2], *_cut(weights, cut, query)
     if image is not None:
         figure = _on_image(weights, labels, image, sample, query, grid, cmap, alpha, ax, fig)
     elif tokens is not None and query is not None:
@@ -60,6 +67,8 @@ def attention(
     else:
         figure = _grid(weights, labels, tokens, cmap, ax, fig)
     head = value.name if title is None else title
+    if weights.shape[2] < whole and title is None:
+        head = " · ".join(part for part in (head, f"{weights.shape[2]} of {whole} tokens, without padding") if part)
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -82,14 +91,38 @@ def _weights(value: Value, sample: int) -> Array:
     return array
 
 
+def _real(weights: Array) -> slice:
+    """The keys from the first to the last that any query looks at."""
+    known = np.nan_to_num(weights)
+    # A query that may look at nothing, as padding before a text, is spread evenly over all keys, or over none.
+    asks = np.ptp(known, axis=2) > 0
+    looked_at = np.flatnonzero((known * asks[:, :, None]).sum((0, 1)))
+    return slice(int(looked_at[0]), int(looked_at[-1]) + 1) if looked_at.size else slice(None)
+
+
+def _cut(weights: Array, cut: slice, query: int | None) -> tuple[Array, int | None]:
+    """The maps without what lies outside, of keys, and of queries where these are the same tokens."""
+    queries, keys = weights.shape[1:]
+    kept = weights[:, :, cut]
+    if queries != keys or kept.shape[2] == keys:
+        return kept, query
+    start = cut.start or 0
+    if query is not None:
+        query = query % queries - start
+        if not 0 <= query < kept.shape[2]:
+            raise IndexError(
+                f"query={query + start} is padding, which no token looks at: give padding=True to keep it."
+            )
+    return kept[:, cut], query
+
+
 def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap: str, ax: Any, fig: Any) -> Any:
     queries, keys = weights.shape[1:]
     if tokens is not None and len(tokens) != keys:
         raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
-    side = 1.9 if tokens is None else min(max(0.22 * keys + 0.9, 2.2), 7)
-    alone = len(weights) == 1
-    # Labels need the width; the lowest row and the first column have them for all.
-    columns = 2 if tokens is not None and len(weights) > 2 else style.columns_for(len(weights))
+    alone, columns = len(weights) == 1, math.ceil(math.sqrt(len(weights)))
+    # The lowest row and the first column have the labels for all; of many heads no figure grows beyond a page.
+    side = 1.9 if tokens is None else max(min(0.22 * keys + 0.9, 7, _PAGE / columns), 1.9)
     figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=alone)
     for i, (panel, one_head, label) in enumerate(zip(axes, weights, labels, strict=True)):
         # Zero means the same in every head. The top is each one's own, and clipped: a first token that takes nearly all
@@ -108,9 +141,11 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
             if i % columns == 0 and queries == keys:
                 style.names(panel, list(tokens), "y", width=12)
                 panel.tick_params(axis="y", length=0, labelcolor=style.INK)
-        elif len(weights) == 1 and ax is None:
+        if alone and ax is None:
             style.colorbar(panel, shown, "weight")
+        if i >= len(weights) - columns:
             panel.set_xlabel("key", fontsize=style.LABEL, color=style.INK)
+        if i % columns == 0:
             panel.set_ylabel("query", fontsize=style.LABEL, color=style.INK)
     return figure
 

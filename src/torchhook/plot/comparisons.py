@@ -91,6 +91,7 @@ def sweep(
     result: Swept,
     *,
     tokens: Sequence[str] | None = None,
+    corrupted_tokens: Sequence[str] | None = None,
     normalized: bool = True,
     title: str | None = None,
     ax: Any = None,
@@ -98,8 +99,9 @@ def sweep(
 ) -> Any:
     """What each patch does, as a heat map of sites by positions: white changes nothing, blue brings the clean run back.
 
-    ``tokens`` names the positions. ``normalized=False`` shows the metric itself. A site that has no such position is
-    left gray.
+    ``tokens`` names the positions; with ``corrupted_tokens``, those of the other prompt, both stand where they differ.
+    ``normalized=False`` shows the metric itself, and so does a sweep whose metric is the same for both inputs. A site
+    that has no such position is left gray.
     """
     # Where corruption changed nothing, there is no share of it to bring back.
     share = normalized and result.clean != result.corrupted
@@ -110,7 +112,9 @@ def sweep(
     if tokens is not None:
         if result.positions is None or not all(-len(tokens) <= p < len(tokens) for p in result.positions):
             raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
-        labels = [tokens[p] for p in result.positions]
+        labels = _named(tokens, corrupted_tokens, result.positions)
+    elif corrupted_tokens is not None:
+        raise ValueError("corrupted_tokens= names what differs from tokens=: give both.")
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
     figure, ax = style.single(width, height, ax, fig)
     low, high = limits(shown, clip=0.5, center=share)
@@ -126,6 +130,18 @@ def sweep(
     style.names(ax, [site or "(model)" for site in result.sites], "y")
     style.colorbar(ax, image, "0 corrupted, 1 clean" if share else "metric")
     if title is None:
-        title = f"Patching {len(result.sites)} sites: clean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
+        sites = f"Patching {len(result.sites)} site{'s' * (len(result.sites) != 1)}"
+        title = f"{sites}: clean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
+        if normalized and not share:
+            title = f"{sites}: clean and corrupted are both {result.clean:.4g}, nothing to bring back"
     style.title(ax, title)
     return figure
+
+
+def _named(tokens: Sequence[str], others: Sequence[str] | None, positions: list[int]) -> list[str]:
+    """The token at each position; both, where two prompts differ."""
+    if others is None:
+        return [tokens[p] for p in positions]
+    if len(others) != len(tokens):
+        raise ValueError(f"{len(others)} corrupted tokens do not belong to {len(tokens)} clean ones.")
+    return [tokens[p] if tokens[p] == others[p] else f"{tokens[p]} / {others[p]}" for p in positions]

@@ -50,7 +50,7 @@ def overlay(
         picture = pictures[min(i, len(pictures) - 1)]
         drawn = draw(panel, picture, one, alpha, cmap)
         if label:
-            style.title(panel, label, small=len(heats) > 1)
+            style.title(panel, label, small=True)
     # A bar beside all panels is true only if it is true of each.
     one_scale = all(np.allclose(limits(one, clip=0.5), limits(heats[0], clip=0.5), rtol=0.1, atol=0.1) for one in heats)
     if bar and ax is None and drawn is not None and one_scale:

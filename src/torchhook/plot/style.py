@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -100,12 +101,21 @@ def colormap(name: str) -> Any:
 
 
 def title(ax: Axes, text: str, small: bool = False) -> None:
+    """The title of a chart; a small one, of one panel of several, or of a picture that may be one of several."""
+    # Laid out, a chart is a little wider.
+    text = text if small else _wrapped(text, 1.15 * size(ax)[0])
     ax.set_title(text, fontsize=SMALL if small else TITLE, color=INK, loc="left" if not small else "center", pad=4)
 
 
 def heading(figure: Figure, text: str) -> None:
     """A title above all panels of a figure."""
-    figure.suptitle(text, fontsize=TITLE, color=INK)
+    figure.suptitle(_wrapped(text, figure.get_size_inches()[0]), fontsize=TITLE, color=INK)
+
+
+def _wrapped(text: str, width: float) -> str:
+    """A title in as many lines as it needs at its size, which is the same in every picture."""
+    letters = max(int(width / (0.56 * TITLE / 72)), 12)
+    return "\n".join(line for part in text.split("\n") for line in textwrap.wrap(part, letters) or [""])
 
 
 def quiet(ax: Axes) -> None:
@@ -138,6 +148,11 @@ def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | No
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=2)
     bar.set_label(label, fontsize=LABEL, color=INK)
+    low, high = mappable.get_clim()
+    # The ends, which tell what the colors reach to, and what of the usual ticks does not run into them.
+    inner = [tick for tick in bar.get_ticks() if low + 0.08 * (high - low) < tick < high - 0.08 * (high - low)]
+    bar.set_ticks([low, *inner, high], labels=[number(tick) for tick in (low, *inner, high)])
+    bar.ax.minorticks_off()
 
 
 def elide(name: str, width: int = 28) -> str:
@@ -188,7 +203,8 @@ def names(
     ticks = list(range(0, len(labels), step))
     shown = [elide(labels[i], width) for i in ticks]
     if axis == "x":
-        upright = sum(len(text) + 2 for text in shown) * 0.6 * letters / 72 <= size(ax)[0]
+        # By the longest, since all have the same room.
+        upright = (max(map(len, shown), default=0) + 1) * len(shown) * 0.6 * letters / 72 <= size(ax)[0]
         ax.set_xticks([places[i] for i in ticks], shown, rotation=0 if upright else 90, fontsize=letters)
     else:
         ax.set_yticks([places[i] for i in ticks], shown, fontsize=letters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchhook._recording.records import Recording
+from torchhook._recording.records import Record, Recording
 from torchhook._values import tree
 from torchhook._values.elements import dense, readable
 from torchhook._values.finite import finite
@@ -33,11 +34,11 @@ class Value(NamedTuple):
 
 
 def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Value]:
-    """The named tensors of a source, in order; of a nested value, its first floating-point tensor."""
+    """The named tensors of a source, in the order in which they were recorded, or in that of ``sites``; of a nested
+    value, its first floating-point tensor."""
     wanted = [sites] if isinstance(sites, str) else None if sites is None else list(sites)
     if isinstance(source, Recording):
-        keys = source.keys() if wanted is None else wanted
-        pairs = [(n, v) for key in keys for n, v in _calls(source, key)]
+        pairs = _recorded(source) if wanted is None else [(n, v) for key in wanted for n, v in _calls(source, key)]
     elif isinstance(source, Mapping):
         if wanted is not None and (unknown := [key for key in wanted if key not in source]):
             raise MissingRecordError(f"nothing called {unknown[0]!r} here; there are: {', '.join(map(str, source))}.")
@@ -63,12 +64,23 @@ def one(source: Source, sites: str | None = None) -> Value:
     return found[0]
 
 
-def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
-    every = recording.all(key)
+def _recorded(recording: Recording) -> list[tuple[str, Any]]:
+    # Call by call, not site by site: the second call of a ResNet's ReLU comes after the second convolution.
+    found = sorted(recording.records(), key=lambda record: record.order)
+    calls = Counter(record.site for record in found)
+    return [(_named(record, calls[record.site]), record.value) for record in found]
+
+
+def _named(record: Record, calls: int) -> str:
     # The number of the call only where there are several: most layers run once.
-    if len(every) == 1:
-        return [(key, every[0])]
-    return [(str(record.site.but(call=record.call)), record.value) for record in recording.records(key)]
+    return str(record.site if calls == 1 else record.site.but(call=record.call))
+
+
+def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
+    found = recording.records(key)
+    if len(found) == 1:
+        return [(key, found[0].value)]
+    return [(_named(record, len(found)), record.value) for record in found]
 
 
 def first(value: Any) -> Tensor | None:

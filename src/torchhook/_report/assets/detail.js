@@ -30,6 +30,7 @@ class Detail {
       return head;
     }
     if (!layer.runs) head.push(el("p", { class: "note" }, "It holds other layers, and is never called itself."));
+    if (layer.idle) head.push(el("p", { class: "note" }, el("b", {}, "Not called: "), layer.idle));
     if (layer.silent) head.push(el("p", { class: "alert" }, el("b", {}, "Never ran. "), layer.silent));
     const body = el("div");
     head.push(body);
@@ -49,6 +50,7 @@ class Detail {
       time: layer.seconds === null ? null : format.time(layer.seconds) + this.share(layer),
       memory: call ? format.bytes(call.nbytes) : null,
       calls: layer.ran > 1 ? String(layer.ran) : null,
+      "dead channels": call && call.value && call.value.dead ? `${format.whole(call.value.dead)} of ${format.whole(call.value.channels)}` : null,
     };
     const made = [i === 0 ? "" : list("facts", facts)];
     if (layer.calls.length > 1) {
@@ -60,7 +62,7 @@ class Detail {
     if (value && (value.nans || value.infs)) {
       made.push(el("p", { class: "alert" }, el("b", {}, "Not finite. "), `${format.whole(value.nans)} NaN and ${format.whole(value.infs)} Inf among ${format.whole(value.elements)} values.`));
     }
-    if (value && value.dead) {
+    if (value && value.dead && this.found("dead", i)) {
       made.push(el("p", { class: "alert mild" }, el("b", {}, "Dead channels. "), `${format.whole(value.dead)} of ${format.whole(value.channels)} are zero everywhere on this input.`));
     }
     const spreads = [
@@ -68,9 +70,13 @@ class Detail {
       call.gradient ? spread("Gradient", call.gradient, "of the score", "grad") : "",
     ].filter(Boolean);
     if (spreads.length) made.push(el("section", { class: "two" }, ...spreads));
-    if (call.maps) made.push(tiles("Feature maps", call.maps));
-    call.attention.forEach((sprite) => made.push(named(tiles("Attention", sprite, 104), sprite, this.page.tokens)));
+    if (call.maps) made.push(tiles(call.maps));
+    call.attention.forEach((sprite) => made.push(attention(sprite, this.page.tokens)));
     return made.filter(Boolean);
+  }
+
+  found(kind, i) {
+    return this.page.findings.some((finding) => finding.kind === kind && finding.layers.some(([at]) => at === i));
   }
 
   share(layer) {
@@ -87,6 +93,7 @@ class Detail {
   overview() {
     const page = this.page;
     const made = [el("h2", { class: "title plain" }, "Overview")];
+    if (page.banner) made.push(el("p", { class: "alert banner", role: "note" }, page.banner));
     const left = [];
     const right = [];
     if (page.picture) left.push(picture(page.picture));
@@ -94,7 +101,7 @@ class Detail {
       const where = page.picture ? right : left;
       where.push(el("h3", {}, "Input", el("small", {}, page.tokens.some((t) => t.weight) ? "shaded by how much the score depends on it" : "")), tokens(page.tokens));
     }
-    if (page.classes.length) right.push(el("h3", {}, "Output", el("small", {}, "the most likely classes")), likely(page.classes));
+    if (page.classes.length) right.push(el("h3", {}, "Output", el("small", {}, page.choices)), likely(page.classes));
     right.push(list("facts wide", { input: page.input, output: page.output, "gradients of": page.score }));
     if (left.length && page.picture) made.push(el("div", { class: "look" }, el("div", {}, ...left), el("div", {}, ...right)));
     else made.push(el("section", {}, ...left), el("section", {}, ...right));
@@ -107,7 +114,9 @@ class Detail {
   }
 
   findings() {
-    if (!this.page.findings.length) return [el("p", { class: "fine" }, "Nothing: every layer ran, and every value is finite.")];
+    if (!this.page.findings.length) return [el("p", { class: "fine" }, this.page.layers.some((layer) => layer.idle)
+      ? "Nothing: every value is finite, and every layer ran, but for those whose call would change nothing."
+      : "Nothing: every layer ran, and every value is finite.")];
     return this.page.findings.map((finding) => {
       const inside = el("div", { class: "found" });
       const fill = () => {
@@ -136,13 +145,20 @@ class Detail {
     const chart = svg("svg", { class: "chart", viewBox: `0 0 ${leaves.length} 100`, preserveAspectRatio: "none", role: "img", "aria-label": "Time of each layer" });
     const wide = leaves.length > 150 ? 1 : 0.8;
     leaves.forEach((i, at) => {
-      const high = Math.max(1, (layers[i].seconds / most) * 100);
+      const high = (layers[i].seconds / most) * 100;
       const bar = svg("rect", { x: at, y: 100 - high, width: wide, height: high }, svg("title"));
       bar.firstChild.textContent = `${layers[i].path}: ${format.time(layers[i].seconds)}`;
       bar.addEventListener("click", () => this.go(i));
       chart.append(bar);
     });
-    return el("section", {}, el("h3", {}, "Time", el("small", {}, `of ${leaves.length} ${leaves.length === 1 ? "layer" : "layers"} without children, first to last; the slowest takes ${format.time(most)}`)), el("div", { class: "card" }, chart));
+    return el("section", {}, el("h3", {}, "Time", el("small", {}, `of ${leaves.length} ${leaves.length === 1 ? "layer" : "layers"} without children, first to last; the slowest takes ${format.time(most)}`)), el("div", { class: "card" }, chart), this.account());
+  }
+
+  // Where the time went that no layer has.
+  account() {
+    const { plain, clocked, own } = this.page.times || {};
+    if (!clocked) return "";
+    return el("p", { class: "note" }, `A plain forward pass takes ${format.time(plain)}. With a clock at every layer it took ${format.time(clocked)}, ${format.time(own)} of it in the layers above. The other ${format.time(Math.max(0, clocked - own))} lie between them: operations that no layer owns, Python, and the clocks.`);
   }
 }
 
@@ -159,7 +175,7 @@ function spread(title, numbers, small, kind) {
   const most = Math.max(1, ...numbers.counts);
   const plot = svg("svg", { viewBox: `0 0 ${numbers.counts.length || 1} 100`, preserveAspectRatio: "none", role: "img", "aria-label": `Histogram: ${title}` });
   numbers.counts.forEach((count, at) => {
-    const high = count ? Math.max(1.5, (count / most) * 100) : 0;
+    const high = (count / most) * 100;
     plot.append(svg("rect", { x: at + 0.04, y: 100 - high, width: 0.92, height: high }));
   });
   if (numbers.low < 0 && numbers.high > 0) {
@@ -182,8 +198,8 @@ function spread(title, numbers, small, kind) {
   );
 }
 
-function tiles(title, sprite, wanted = 76) {
-  const head = el("h3", {}, title, el("small", {}, sprite.what));
+function tiles(sprite, wanted = 76) {
+  const head = el("h3", {}, sprite.title, el("small", {}, sprite.what));
   if (sprite.labels.length === 1) {
     const high = Math.max(24, Math.min(260, sprite.height * 4));
     return el("section", {}, head, el("img", { class: "matrix", src: sprite.uri, alt: sprite.what, style: { height: `${high}px` } }));
@@ -206,9 +222,43 @@ function tiles(title, sprite, wanted = 76) {
   return el("section", {}, head, el("div", { class: "tiles" }, ...sprite.labels.map(tile)));
 }
 
-// Say which tokens the pointer is on, where a map has one pixel for each pair of them.
-function named(section, sprite, tokens) {
+// Heads side by side; where a map has one pixel for each pair of tokens, one of them large, with the tokens at its sides.
+function attention(sprite, tokens) {
+  const section = tiles(sprite, 104);
   if (sprite.width !== tokens.length || sprite.height !== tokens.length) return section;
+  named(section, sprite, tokens);
+  const figures = [...section.querySelectorAll("figure")];
+  const cell = Math.max(10, Math.min(26, Math.floor(360 / tokens.length)));
+  const side = cell * tokens.length;
+  const rows = Math.ceil(sprite.labels.length / sprite.columns);
+  const large = el("span", { class: "tile", role: "img" });
+  const title = el("span", { class: "which" });
+  const choose = (at) => {
+    figures.forEach((figure, other) => figure.setAttribute("aria-pressed", String(other === at)));
+    title.textContent = sprite.labels[at];
+    large.setAttribute("aria-label", `Attention, ${sprite.labels[at]}`);
+    Object.assign(large.style, {
+      width: `${side}px`, height: `${side}px`, backgroundImage: `url(${sprite.uri})`,
+      backgroundSize: `${side * sprite.columns}px ${side * rows}px`,
+      backgroundPosition: `${-side * (at % sprite.columns)}px ${-side * Math.floor(at / sprite.columns)}px`,
+    });
+  };
+  figures.forEach((figure, at) => {
+    figure.setAttribute("role", "button");
+    figure.setAttribute("tabindex", "0");
+    figure.addEventListener("click", () => choose(at));
+    figure.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(at); } });
+  });
+  // Of many tokens some: below ten pixels nobody reads them.
+  const names = (kind) => el("span", { class: kind }, ...tokens.map((token) => el("i", { title: token.text, style: { [kind === "down" ? "height" : "width"]: `${cell}px` } }, el("span", {}, token.text))));
+  const map = el("div", { class: "labelled", style: { fontSize: `${Math.min(11, cell)}px` } }, title, names("down"), large, el("span", { class: "axes" }, "query ↓ key →"), names("across"));
+  section.querySelector(".tiles").before(map);
+  choose(0);
+  return section;
+}
+
+// Say which tokens the pointer is on.
+function named(section, sprite, tokens) {
   section.querySelectorAll("figure").forEach((figure, at) => {
     const [tile, caption] = figure.children;
     tile.addEventListener("mousemove", (event) => {
@@ -219,7 +269,6 @@ function named(section, sprite, tokens) {
     });
     tile.addEventListener("mouseleave", () => { caption.textContent = sprite.labels[at]; });
   });
-  return section;
 }
 
 function weights(layer) {

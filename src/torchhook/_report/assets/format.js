@@ -40,11 +40,17 @@ const format = {
     while (x >= 1024 && unit < 4) { x /= 1024; unit += 1; }
     return `${unit && x < 100 ? x.toFixed(1) : Math.round(x)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
   },
+  // One unit on the whole page, the model's own, so that times can be compared at a glance and read the same everywhere.
+  inSeconds: false,
   time(s) {
     if (s === null || s === undefined) return "";
-    if (s >= 1) return `${s.toFixed(2)} s`;
-    if (s >= 1e-3) return `${(s * 1e3).toFixed(s < 1e-1 ? 2 : 0)} ms`;
-    return `${Math.round(s * 1e6)} µs`;
+    const [x, unit] = format.inSeconds ? [s, "s"] : [s * 1e3, "ms"];
+    return x > 0 && x < 0.005 ? `< 0.01 ${unit}` : `${x.toFixed(2)} ${unit}`;
   },
-  share: (x) => (x === 0 ? "0 %" : x < 0.001 ? "< 0.1 %" : `${(x * 100).toFixed(x > 0.0995 ? 0 : 1)} %`),
+  share(x) {
+    if (x === 0 || x === 1) return `${x * 100} %`;
+    // Nearly none and nearly all are not none and all.
+    if (x < 0.001 || x > 0.999) return x < 0.5 ? "< 0.1 %" : "> 99.9 %";
+    return `${(x * 100).toFixed(x > 0.0995 && x < 0.995 ? 0 : 1)} %`;
+  },
 };

@@ -1,6 +1,7 @@
 // The page: data in, tree and details out, theme, search, addresses, print.
 
 const page = JSON.parse(document.getElementById("data").textContent);
+format.inSeconds = Math.max(page.times?.plain ?? 0, page.times?.clocked ?? 0) >= 10;
 let lines = null;
 const layerAt = (i) => {
   lines ??= document.getElementById("details").textContent.split("\n");

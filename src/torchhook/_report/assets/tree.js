@@ -36,7 +36,7 @@ class Tree {
     const walk = (i) => {
       if (matches && !matches.has(i)) return;
       this.visible.push(i);
-      if (matches || this.open.has(i)) this.children[i].forEach(walk);
+      if (matches || this.open.has(i) || (this.all && this.layers.length <= 400)) this.children[i].forEach(walk);
     };
     walk(0);
     this.rows.style.height = `${this.visible.length * this.height}px`;
@@ -85,7 +85,7 @@ class Tree {
     const open = branch && (this.words.length > 0 || this.open.has(i));
     const share = this.share(i);
     const trouble = this.troubles.get(i);
-    const shape = layer.shape || (layer.shared_with !== null ? "shared" : layer.runs ? "never ran" : "");
+    const shape = layer.shape || (layer.shared_with !== null ? "shared" : layer.idle ? "not called" : layer.runs ? "never ran" : "");
     return el(
       "div",
       {
@@ -105,8 +105,8 @@ class Tree {
       el("span", { class: "c-dtype", title: layer.dtype || "" }, layer.dtype || ""),
       el("span", { class: "c-params" }, layer.parameters ? format.count(layer.parameters) : ""),
       el(
-        "span", { class: "c-time", title: share ? `${format.share(share)} of what holds it` : null },
-        share > 0.005 ? el("i", { style: { width: `${share * 100}%` } }) : "",
+        "span", { class: "c-time", title: share ? `${format.share(share)} of the model's time` : null },
+        share ? el("i", { style: { width: `${share * 100}%` } }) : "",
         format.time(layer.seconds),
       ),
       el("span", { class: "c-memory" }, format.bytes(layer.nbytes)),
@@ -114,10 +114,9 @@ class Tree {
   }
 
   share(i) {
-    const layer = this.layers[i];
-    let above = layer.parent;
-    while (above >= 0 && !this.layers[above].seconds) above = this.layers[above].parent;
-    return above >= 0 && layer.seconds ? Math.min(1, layer.seconds / this.layers[above].seconds) : 0;
+    // Of the model and not of what holds it: the longer bar is the longer time, wherever it stands.
+    const whole = this.layers[0].seconds;
+    return i && whole ? Math.min(1, (this.layers[i].seconds || 0) / whole) : 0;
   }
 
   marked(i) {
@@ -191,6 +190,7 @@ class Tree {
     moves[event.key]();
   }
 
+  // Paper does not unfold: all layers, unless they would fill a book.
   print(all) {
     this.all = all;
     this.refresh();

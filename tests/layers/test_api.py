@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.models import Merges, Restless
 from tests.oracle import assert_same, snapshot
-from torchhook._layers import Layer, ops
+from torchhook._layers.api import Layer, ops
 from torchhook.errors import SelectorError
 
 
@@ -96,7 +96,7 @@ def test_a_negative_depth_is_refused() -> None:
 
 def test_layers_are_read_by_name_by_number_and_in_order() -> None:
     found = th.layers(Net())
-    assert found["conv"] == Layer("conv", "Conv2d", 20)
+    assert found["conv"] == Layer("conv", "Conv2d", 20, trainable=20, kernel=(3, 3))
     assert found[1] is found["conv"]
     assert found[-1].name == "unused"
     assert found["again"].shared_with == "body.0"
@@ -139,8 +139,8 @@ def test_tied_weights_are_counted_once_in_every_total() -> None:
     ids=["tensor", "tuple", "dict", "both"],
 )
 def test_inputs_are_a_tensor_a_tuple_of_arguments_a_dict_of_keywords_or_both(inputs: Any) -> None:
-    assert th.layers(nn.Linear(3, 4), inputs=inputs)[""].shape == "(2, 4)"
-    assert th.layers(nn.Linear(3, 4), inputs)[""].shape == "(2, 4)"
+    assert th.layers(nn.Linear(3, 4), inputs=inputs)[""].shape == (2, 4)
+    assert th.layers(nn.Linear(3, 4), inputs)[""].shape == (2, 4)
     assert [op.address for op in ops(nn.Linear(3, 4), inputs)] == ["/linear"]
 
 
@@ -153,7 +153,7 @@ def test_the_last_call_of_a_module_gives_its_shape() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.twice(torch.cat([self.twice(x), x]))
 
-    assert th.layers(Grows(), inputs=torch.ones(2))["twice"].shape == "(4,)"
+    assert th.layers(Grows(), inputs=torch.ones(2))["twice"].shape == (4,)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -206,7 +206,7 @@ def test_every_module_of_a_real_model_is_there_with_its_shape() -> None:
     found = th.layers(model, inputs=torch.ones(1, 3, 64, 64))
     assert found.names() == [name for name, _ in model.named_modules()]
     assert found[""].parameters == 11_689_512
-    assert found["layer4.1.relu"].shape == "(1, 512, 2, 2)"
+    assert found["layer4.1.relu"].shape == (1, 512, 2, 2)
     assert all(layer.shape is not None for layer in found)
     assert str(found).splitlines()[0] == "ResNet: 67 layers, 11,689,512 parameters"
 
@@ -276,7 +276,7 @@ class Writes(nn.Module):
 def test_the_run_for_the_shapes_changes_neither_inputs_nor_buffers_nor_random_numbers() -> None:
     model, x, state = Writes(), -torch.ones(2, 3), torch.get_rng_state()
     steps = model.steps
-    assert th.layers(model, inputs=x)["relu"].shape == "(2, 3)"
+    assert th.layers(model, inputs=x)["relu"].shape == (2, 3)
     assert torch.equal(x, -torch.ones(2, 3))
     assert model.steps is steps
     assert steps.item() == 0
@@ -287,7 +287,7 @@ def test_the_run_for_the_shapes_changes_neither_inputs_nor_buffers_nor_random_nu
     "inputs", [{"x": torch.ones(2), "scale": 2.0}, UserDict(x=torch.ones(2)), (torch.ones(2), 3.0)]
 )
 def test_inputs_may_be_any_mapping_or_a_tuple(inputs: Any) -> None:
-    assert th.layers(Writes(), inputs=inputs)["relu"].shape == "(2,)"
+    assert th.layers(Writes(), inputs=inputs)["relu"].shape == (2,)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -308,5 +308,5 @@ def test_the_run_is_in_eval_mode_and_takes_lazy_buffers() -> None:
     modes = []
     model = nn.Sequential(nn.LazyBatchNorm1d(), nn.ReLU())
     model[1].register_forward_pre_hook(lambda module, args: modes.append((module.training, torch.is_grad_enabled())))
-    assert th.layers(model, inputs=torch.ones(1, 2))["0"].shape == "(1, 2)"
+    assert th.layers(model, inputs=torch.ones(1, 2))["0"].shape == (1, 2)
     assert modes == [(False, False)]

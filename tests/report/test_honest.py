@@ -1,0 +1,141 @@
+"""What a report says is true: findings, the banner, names, times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.report.nets import Photo, Text
+from torchhook import demo
+from torchhook._core.index import Index
+from torchhook._report.collect import collect
+from torchhook._report.facts import Page
+from torchhook._report.untrained import untrained
+
+X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def kinds(page: Page) -> list[str]:
+    return [finding.kind for finding in page.findings]
+
+
+@pytest.mark.parametrize(("dead", "expected"), [(1, []), (12, []), (13, ["act"]), (128, ["act"])])
+def test_dead_channels_are_a_finding_from_a_tenth_on(dead: int, expected: list[str]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.act = nn.Conv2d(3, 128, 1), nn.ReLU()
+            with torch.no_grad():
+                self.conv.bias.fill_(10.0)[:dead] = -100.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.conv(x))
+
+    page = collect(Net().eval(), X, gradients=False)
+    found = [page.layers[i].path for finding in page.findings if finding.kind == "dead" for i, _ in finding.layers]
+    # The model itself passes on what its ReLU made, and is not counted again.
+    assert found == expected
+    assert page.layers[2].calls[0].value is not None
+    assert page.layers[2].calls[0].value.dead == dead
+
+
+def test_a_dropout_that_fused_attention_does_not_call_is_no_finding() -> None:
+    page = collect(gpt2(), IDS)
+    dropout = next(layer for layer in page.layers if layer.path == "transformer.h.0.attn.attn_dropout")
+    assert (dropout.ran, dropout.silent) == (0, "")
+    assert "dropout" in dropout.idle
+    assert "silent" not in kinds(page)
+
+
+def test_a_projection_that_multihead_attention_reads_without_a_call_is_no_finding() -> None:
+    page = collect(Text().eval(), IDS)
+    projection = next(layer for layer in page.layers if layer.path == "encoder.self_attn.out_proj")
+    assert (projection.ran, projection.silent) == (0, "")
+    assert "pytorch#78109" in projection.idle
+    assert "silent" not in kinds(page)
+
+
+@pytest.mark.parametrize("build", [gpt2, Photo, Text, lambda: nn.Sequential(nn.Linear(16, 16))])
+def test_random_weights_are_said(build: object) -> None:
+    model = build()  # type: ignore[operator]
+    assert untrained(Index(model)).startswith("Random weights")
+
+
+def test_a_few_steps_of_training_end_the_random_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    assert untrained(Index(model)) == ""
+
+
+def test_trained_weights_have_no_banner() -> None:
+    assert untrained(Index(demo.efficientnet_lite0())) == ""
+    assert untrained(Index(nn.Sequential(nn.ReLU()))) == ""  # nothing that could tell
+
+
+def test_a_trained_backbone_with_a_new_head_has_no_banner() -> None:
+    model = Photo()
+    with torch.no_grad():
+        model.stem[1].weight.uniform_(0.5, 1.5)
+    assert untrained(Index(model)) == ""
+
+
+def test_classes_have_the_names_that_a_config_knows() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50,
+        id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1},
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    page = collect(model, IDS)
+    assert {name for name, _ in page.classes} == {"cat (0)", "dog (1)"}
+    assert {name for name, _ in collect(model, IDS, labels={1: "Hund"}).classes} == {"class 0", "Hund (1)"}
+    model.config.id2label = {0: "LABEL_0", 1: "LABEL_1"}  # made up by the config
+    assert {name for name, _ in collect(model, IDS).classes} == {"class 0", "class 1"}
+
+
+def test_a_language_model_gives_tokens_and_no_feature_maps() -> None:
+    page = collect(gpt2(), IDS)
+    assert page.choices == "the most likely next tokens"
+    assert all(name.startswith("token ") for name, _ in page.classes)
+    titles = {call.maps.title for layer in page.layers for call in layer.calls if call.maps is not None}
+    assert titles == {"Values"}
+    block = next(layer for layer in page.layers if layer.path == "transformer.h.0")
+    assert block.calls[0].maps is not None
+    assert block.calls[0].maps.what == "6 tokens (down) × 16 channels (across)"
+
+
+def test_a_sequence_that_is_no_text_has_positions_and_channels() -> None:
+    page = collect(nn.Sequential(nn.Conv1d(4, 8, 3)), torch.rand(1, 4, 12))
+    maps = page.layers[1].calls[0].maps
+    assert maps is not None
+    assert (maps.title, maps.what) == ("Values", "8 channels (down) × 10 positions (across)")
+
+
+def test_the_times_are_of_one_run_and_add_up() -> None:
+    page = collect(Photo().eval(), X, cam=None)
+    assert page.times is not None
+    assert page.times.plain is not None
+    assert page.times.plain > 0
+    assert page.times.clocked == page.layers[0].seconds
+    assert 0 < page.times.own <= (page.times.clocked or 0)
+    for i, layer in enumerate(page.layers):
+        inside = sum(other.seconds or 0 for other in page.layers if other.parent == i)
+        assert layer.seconds is None or inside <= layer.seconds
+    # The heading and the tables write a time in the same way.
+    assert dict(page.about)["forward"] == f"{page.times.plain * 1e3:.2f} ms"
