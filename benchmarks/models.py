@@ -55,7 +55,8 @@ class Work(NamedTuple):
             module.register_forward_hook(
                 lambda m, a, output, name=name: seen.setdefault(name) if isinstance(output, Tensor) else None
             )
-            for name, module in self.model.named_modules()
+            # One that has two names counts as two: some peers know only one of them.
+            for name, module in self.model.named_modules(remove_duplicate=False)
             if name
         ]
         with torch.no_grad():

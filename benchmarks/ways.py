@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bare import Bare, leaves
-from models import Logits, Work, gpt2_config, import_transformers
+from models import Logits, Work, gpt2_config, import_torchvision, import_transformers
 from torch import Tensor, nn
 
 Found = dict[str, list[Any]]
@@ -208,21 +208,19 @@ def featurelayer_gradients(work: Work, names: list[str]) -> Run:
     return lambda: by_autograd(*hooked(*work.args))
 
 
-def _extractor(work: Work, names: list[str]) -> nn.Module:
+def fx_held(work: Work, names: list[str]) -> Run:
+    import_torchvision()
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    # The output itself too, for a loss; its node is the last one.
-    return create_feature_extractor(work.model, return_nodes={name: name for name in names}).eval()
-
-
-def fx_held(work: Work, names: list[str]) -> Run:
-    extractor = _extractor(work, names)
+    extractor = create_feature_extractor(work.model, return_nodes={name: name for name in names}).eval()
     return lambda: singly(extractor(*work.args))
 
 
 def fx_gradients(work: Work, names: list[str]) -> Run:
+    import_torchvision()
     from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
+    # The output itself too, for a loss; its node is the last one.
     last = get_graph_node_names(work.model)[1][-1]
     nodes = {name: name for name in names} | {last: "(output)"}
     extractor = create_feature_extractor(work.model, return_nodes=nodes).eval()
@@ -323,8 +321,12 @@ def nnsight_gradients(work: Work, names: list[str]) -> Run:
                 outputs[name] = _part(model, name).output
             total = model.output.float().square().mean()
             with total.backward():
+                # A block often returns the very tensor of its last layer, whose gradient is asked for once.
+                of: dict[int, Any] = {}
                 for name in reversed(names):
-                    found[name] = outputs[name].grad.save()
+                    if id(outputs[name]) not in of:
+                        of[id(outputs[name])] = outputs[name].grad.save()
+                    found[name] = of[id(outputs[name])]
         return singly(found)
 
     return run
