@@ -47,8 +47,8 @@ def capture(
     >>> rec["0"].shape
     torch.Size([2, 4])
 
-    The session may be opened again, each time with a recording of its own, for which nothing is looked for again. With
-    ``stop=True`` the pass that has seen every site ends the block, and a loop in it; ``session.run`` ends that pass alone.
+    The session may be opened again, each time with a recording of its own. With ``stop=True`` a pass that has seen
+    every site ends the block, and a loop in it; ``session.run`` ends that pass alone.
 
     >>> session = capture(model, "0", stop=True)
     >>> with session as rec:
