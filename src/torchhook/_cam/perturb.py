@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from torchhook._cam.inputs import Subject
 from torchhook._cam.methods import ablationcam_weights, scorecam_weights

@@ -17,7 +17,7 @@ from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
-from torchhook._recording.address import Site
+from torchhook._recording.address import MODEL, Site
 from torchhook.errors import suggestion
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -120,7 +120,7 @@ def _in_attention(target: Target, path: str, parent: nn.Module) -> str | None:
     if isinstance(parent, nn.MultiheadAttention):
         return (
             f"nn.MultiheadAttention reads the weights of {name!r} without calling it (pytorch#78109); "
-            f"capture {path!r} instead."
+            f"capture {path or MODEL!r} instead."
         )
     # No more than likely: what a module has called is only known where operations are listened to.
     kinds = (nn.Dropout, nn.Softmax)

@@ -51,6 +51,7 @@ class Session:
         self._own_threads_only = threads == "own"
         self._warn = warn
         self._given_as = ""
+        self._takes_all = False
         self._recipe: Callable[[Session], None] | None = None
         self._begin()
 
@@ -162,6 +163,10 @@ class Session:
     def edited_in_segments(self) -> list[Site]:
         """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
         return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
+
+    def takes_all(self) -> None:
+        """Nothing was selected, so every module was: those that do not run are noted, without a warning."""
+        self._takes_all = True
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -316,7 +321,9 @@ class Session:
         if error is None and self._warn and (only := [a for a in replaced if a not in missing]):
             lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
             warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
-        if missing and error is None and self._warn:
+        # Of all modules, some are rarely called; whoever names one wants it.
+        told = not self._takes_all or not self._taps.any_ran
+        if missing and error is None and self._warn and told:
             lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
             more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
             what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
