@@ -99,6 +99,10 @@ class GradTap(Tap):
         """Whether a value passed that needed no gradient."""
         return bool(self._without_grad)
 
+    def forget(self, task: int) -> None:
+        super().forget(task)
+        self._without_grad, self._arrivals = {}, {}
+
     def listener(self, hook: TensorHook, port: str) -> Listener:
         return Listener(hook, f"{self.label}:{port}", self._session)
 

@@ -50,6 +50,8 @@ class Session:
         self.index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
+        self.reports = True
+        """Whether it notes in its recording what never ran, and why."""
         self._given_as = ""
         self._recipe: Callable[[Session], None] | None = None
         self._begin()
@@ -67,6 +69,7 @@ class Session:
         self._followed: dict[Site, Tensor] = {}
         self._stops = False
         self._depths: dict[int, int] = {}
+        self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
         self.handles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
@@ -93,6 +96,10 @@ class Session:
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
+
+    def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+        """Call ``hook`` with the gradients of a parameter as autograd hands them over: it is no site, and not counted."""
+        self._leaves.append((parameter, hook))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
@@ -210,6 +217,8 @@ class Session:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
                 for target, grad_tap in taps.parameters:
                     self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
+            for parameter, hook in self._leaves:
+                attachment.follow(parameter, hook)
             self._depths = functional.depths()
             if self._own_threads_only:
                 scope.enter()
@@ -226,6 +235,17 @@ class Session:
             raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
         self._begin()
         self._recipe(self)
+
+    def begin_anew(self) -> None:
+        """Make a closed session ready to be opened again just as it is built, with nothing left of what has passed.
+
+        For those who open one at every step and only look: nothing is built again, and there is one scope for all.
+        """
+        self._attachment, self._closed, self.scope.closed = None, False, False
+        self.recording = Recording(type(self.index.root).__name__)
+        self._seen.clear()
+        self._followed = {}
+        self._taps.forget()
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
@@ -267,7 +287,8 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self._report(error)
+        if self.reports:
+            self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(
                 f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "

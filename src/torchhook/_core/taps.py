@@ -89,6 +89,11 @@ class Tap:
     def add_alias(self, alias: Alias) -> None:
         self.aliases = [*self.aliases, alias]
 
+    def forget(self, task: int) -> None:
+        """Begin to count anew, as if made in the backward pass ``task`` or in none."""
+        self.calls, self._segments, self._made_in = count(), None, task
+        self.ran = self.elsewhere = self.recomputed = 0
+
     @property
     def segments(self) -> Segments:
         """Which calls belong to which checkpointed segment."""

@@ -22,6 +22,64 @@ from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.units import Units, alive
 
 
+class Looks:
+    """What hooks call, for all steps: each is shown to the one that is running."""
+
+    def __init__(self, measure: Measure, units: Units) -> None:
+        self.units = units
+        self._measure = measure
+        self._step: Step | None = None
+
+    def begin(self, ledger: Ledger) -> Step:
+        """From here on, all is shown to a new step."""
+        self.units.begin()
+        self._step = step = Step(self._measure, self.units, ledger)
+        return step
+
+    def end(self) -> None:
+        """The step is over, and nothing of it is held on to."""
+        self._step = None
+
+    def value(self, site: str, rectifies: bool) -> Look:
+        def look(value: Any, call: int) -> None:
+            if self._step is not None:
+                self._step.saw(site, value, rectifies)
+
+        return look
+
+    def once(self, site: str) -> Look:
+        """For parameters, which are the same at every call of their module."""
+
+        def look(value: Any, call: int) -> None:
+            if self._step is not None and not self._step.has_seen(site):
+                self._step.saw(site, value, False)
+
+        return look
+
+    def gradient(self, site: str) -> Look:
+        def look(value: Any, call: int) -> None:
+            if self._step is not None:
+                self._step.saw_gradient(site, value)
+
+        return look
+
+    def reduced_gradient(self, site: str) -> Look:
+        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
+
+        def look(gradient: Tensor, call: int) -> None:
+            if self._step is not None:
+                self._step.saw_reduced_gradient(site, gradient)
+
+        return look
+
+    def parameter_gradient(self, site: str, parameter: Tensor) -> Callable[[Tensor | None], None]:
+        def look(gradient: Tensor | None) -> None:
+            if self._step is not None and gradient is not None:  # torch calls hooks where none comes (pytorch#11751)
+                self._step.saw_parameter_gradient(site, parameter, gradient)
+
+        return look
+
+
 class Step:
     """Takes the statistics of passing values. Holds numbers, never the values: graphs are freed as without it."""
 
@@ -55,60 +113,45 @@ class Step:
 
     # -- what hooks call -----------------------------------------------------------------------
 
-    def look(self, site: str, rectifies: bool) -> Look:
-        def look(value: Any, call: int) -> None:
-            self.ran = True
-            for key, tensor in _parts(site, value):
-                self.lie[key] = sharded_over(tensor)
-                unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
-                mask = None
-                if self._measure.needed:
-                    measured, mask = self._statistics.of(tensor, unit)
-                    self._values.setdefault(key, []).append(measured)
-                if unit is not None:
-                    mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
-                    self._masks.setdefault(key, []).append(mask)
+    def saw(self, site: str, value: Any, rectifies: bool) -> None:
+        """A value has passed."""
+        self.ran = True
+        for key, tensor in _parts(site, value):
+            self.lie[key] = sharded_over(tensor)
+            unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
+            mask = None
+            if self._measure.needed:
+                measured, mask = self._statistics.of(tensor, unit)
+                self._values.setdefault(key, []).append(measured)
+            if unit is not None:
+                mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
+                self._masks.setdefault(key, []).append(mask)
 
-        return look
+    def has_seen(self, site: str) -> bool:
+        return site in self._values
 
-    def look_once(self, site: str) -> Look:
-        """For parameters, which are the same at every call of their module."""
-        look = self.look(site, False)
-        return lambda value, call: None if site in self._values else look(value, call)
+    def saw_gradient(self, site: str, value: Any) -> None:
+        for key, tensor in _parts(site, value):
+            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor)[0])
 
-    def look_gradient(self, site: str) -> Look:
-        def look(value: Any, call: int) -> None:
-            for key, tensor in _parts(site, value):
-                self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor)[0])
+    def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
+        self._parameter_gradients[site] = self.ledger.norm(gradient)
 
-        return look
-
-    def look_reduced_gradient(self, site: str) -> Look:
-        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
-
-        def look(gradient: Tensor, call: int) -> None:
-            self._parameter_gradients[site] = self.ledger.norm(gradient)
-
-        return look
-
-    def look_parameter_gradient(self, site: str, parameter: Tensor) -> Look:
-        def look(gradient: Tensor, call: int) -> None:
-            if not (measurable(gradient) or gradient.is_sparse):  # without numbers
-                return
-            before = parameter.grad
-            if before is not None:
-                # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-                self._wait_for_end()
-                self._awaited[site] = (parameter, id(before), version(before))
-                return
-            key = self.ledger.norm_soon(gradient)
-            if key is None:
-                key = self.ledger.norm(_dense(gradient))
-            else:
-                self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
-            self._parameter_gradients[site] = key
-
-        return look
+    def saw_parameter_gradient(self, site: str, parameter: Tensor, gradient: Tensor) -> None:
+        if not (measurable(gradient) or gradient.is_sparse):  # without numbers
+            return
+        before = parameter.grad
+        if before is not None:
+            # What the optimizer will see is the sum, and it is there when the backward pass has ended.
+            self._wait_for_end()
+            self._awaited[site] = (parameter, id(before), version(before))
+            return
+        key = self.ledger.norm_soon(gradient)
+        if key is None:
+            key = self.ledger.norm(_dense(gradient))
+        else:
+            self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
+        self._parameter_gradients[site] = key
 
     def _wait_for_end(self) -> None:
         if self._waiting is None or self._waiting() is None:

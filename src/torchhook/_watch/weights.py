@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ class Weights:
         self._copies: dict[str, Tensor] = {}
         self._now: dict[str, Tensor] = {}
 
-    def begin(self, homes: Iterable[tuple[str, Home]], ledger: Ledger, lie: dict[str, Groups]) -> dict[str, Key]:
+    def begin(self, homes: Mapping[str, Home], ledger: Ledger, lie: dict[str, Groups]) -> dict[str, Key]:
         """Remember what of the parameters lies on this rank; where its norms are in the ledger."""
         self._now, norms = {}, {}
         together: dict[str, Tensor] = {}
-        for site, home in homes:
+        for site, home in homes.items():
             # A part may have no elements: its rank takes part in the exchange all the same.
             if measurable(home.value) or (home.groups and not local(home.value).numel()):
                 with contextlib.suppress(*UNREADABLE):  # subclasses that cannot be computed with
