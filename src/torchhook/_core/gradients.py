@@ -25,7 +25,7 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import Alias, Listener, is_unused, listen, original
+from torchhook._core.listening import Alias, LinkHook, Listener, is_unused, listen, listen_directly, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
 from torchhook._core.writes import TensorHook, counts_versions, root
@@ -58,13 +58,17 @@ class Aliases:
         where the model itself was not called, but a part of it."""
 
         def follow(grad: Tensor) -> Tensor | None:
-            if self._open and self._followed_in != graph_task():
-                self._followed_in = graph_task()
-                for alias in self._open:
-                    alias.follow_write()
+            self.follow_writes()
             return hook(grad)
 
         return follow
+
+    def follow_writes(self) -> None:
+        """Once in a backward pass: follow what was written to."""
+        if self._open and self._followed_in != graph_task():
+            self._followed_in = graph_task()
+            for alias in self._open:
+                alias.follow_write()
 
     def settle(self) -> None:
         open_, self._open = self._open, []
@@ -108,7 +112,7 @@ class GradTap(Tap):
 
     def arrived_at_parameter(self, grad: Tensor | None) -> Tensor | None:
         """Take the gradient of a parameter: each is a call of its own."""
-        return self._arrived(grad, next(self.calls))
+        return self.arrived(grad, next(self.calls))
 
     def wait_for(self, value: Any, call: int, again: bool, take: Take, apart: Take | None = None) -> Any:
         """Have ``take`` listen to every tensor of a passing value, and return the value to go on with.
@@ -126,7 +130,7 @@ class GradTap(Tap):
             if later or not _differentiable(value):
                 self._without_grad[call] = {""}
             elif lacking is None or lacking:
-                return take(value, lambda grad: self._arrived(grad, call))
+                return take(value, lambda grad: self.arrived(grad, call))
             return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
         able = [] if later else [(address, leaf) for address, leaf in leaves if _differentiable(leaf)]
@@ -153,13 +157,16 @@ class GradTap(Tap):
 
     # -- arrivals -----------------------------------------------------------------------------------
 
-    def _arrived(self, grad: Tensor | None, call: int) -> Tensor | None:
+    def arrived(self, grad: Tensor | None, call: int) -> Tensor | None:
+        """Take the gradient of what passed in a call."""
         if self._session.closed or grad is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
         value: Any = grad
         for edit in self.edits:
             value = edit(value, call)
-        self._look(value, call)
+        self.ran += 1
+        for look in self.looks:
+            look(value, call)
         return None if value is grad else value
 
     def _leaf_hook(self, empty: Any, addresses: list[str], call: int) -> TensorHook:
@@ -211,18 +218,25 @@ class OutputGradient:
 
     def __init__(self, tap: GradTap, handles: TensorHandles, aliases: Aliases) -> None:
         self._tap, self._handles, self._aliases = tap, handles, aliases
-        self._entered = Entered(())
+        self._entered = _NOTHING
+        self._whose = tap.listener(_unheard, "grad")
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
         input_tap.aliases = [*input_tap.aliases, self._entering]
         output_tap.aliases = [*output_tap.aliases, self._leaving]
 
     def _entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
-        self._entered = Entered(tree.tensors(inputs))
+        self._entered = Entered((inputs,) if type(inputs) is Tensor else tree.tensors(inputs))
         return inputs
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
-        entered, self._entered = self._entered, Entered(())
+        entered, self._entered = self._entered, _NOTHING
+        if type(value) is Tensor and not again and entered.was_only(source) and torch.is_grad_enabled():
+            # As of nearly all: a value of its own, which nobody can have used yet.
+            is_new = entered.was_written(value) if value is source[0] else not entered.is_among(value)
+            if is_new and listen_directly(value, self._whose, self._direct(call), self._handles):
+                return value
+        entered = Entered((), entered)
         entered.add(tree.tensors(source))
 
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
@@ -235,6 +249,15 @@ class OutputGradient:
             return self._alias(leaf, hook)
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
+
+    def _direct(self, call: int) -> LinkHook:
+        tap, aliases = self._tap, self._aliases
+
+        def hook(grad: Tensor, arrived: Tensor) -> Tensor | None:
+            aliases.follow_writes()
+            return tap.arrived(grad, call)
+
+        return hook
 
     def _listener(self, hook: TensorHook) -> Listener:
         return self._tap.listener(self._aliases.followed_first(hook), "grad")
@@ -249,9 +272,12 @@ class OutputGradient:
 class Entered:
     """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._versions: dict[int, int | None] = {}
-        self._memory: set[int] = set()
+    __slots__ = ("_given", "_memory", "_versions")
+
+    def __init__(self, tensors: Iterable[Tensor], before: Entered | None = None) -> None:
+        self._versions: dict[int, int | None] = {} if before is None else dict(before._versions)
+        self._memory: set[int | None] = set() if before is None else set(before._memory)
+        self._given = 0
         self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -261,6 +287,11 @@ class Entered:
             key = _torch.storage_key(tensor)
             if key is not None:
                 self._memory.add(key)
+            self._given = id(tensor)
+
+    def was_only(self, source: Any) -> bool:
+        """Whether a module was called with the one tensor that entered."""
+        return type(source) is tuple and len(source) == 1 and id(source[0]) == self._given and len(self._versions) == 1
 
     def is_among(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of them, or lies in their memory."""
@@ -270,6 +301,13 @@ class Entered:
         """Whether it is one of them, and was written to since."""
         before = self._versions.get(id(original(tensor)))
         return before is not None and counts_versions(tensor) and version(tensor) != before
+
+
+_NOTHING = Entered(())
+
+
+def _unheard(grad: Tensor) -> None:
+    """Stands for the hook of a listener whose every call has one of its own."""
 
 
 class TotalGradient:

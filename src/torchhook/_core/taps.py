@@ -145,8 +145,9 @@ class Tap:
             for edit in self.edits:
                 value = edit(value, call)
             return value
-        again, changes = self.recomputing, bool(self.edits or self.aliases)
-        if changes and graph_task() not in (-1, self._made_in) and self.segments.is_older():
+        task, changes = graph_task(), bool(self.edits or self.aliases)
+        again = task != -1 and self.recomputing
+        if changes and task not in (-1, self._made_in) and self.segments.is_older():
             return value
         if again:
             self.recomputed += 1
