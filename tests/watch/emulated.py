@@ -73,6 +73,9 @@ class Kernels:
     def __init__(self) -> None:
         self.look = _Kernel()
 
+    def launcher(self, compiled: Any, device: int | None, arguments: tuple[Any, ...]) -> None:
+        return None
+
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:

@@ -95,7 +95,7 @@ class Step:
         """Which values lie on several ranks."""
         self.weights_lie: dict[str, Groups] = {}
         self._measure = measure
-        self._values: dict[str, list[Measured]] = {}
+        self._values: dict[str, list[Measured | Key]] = {}
         """Where their numbers are in the ledger."""
         self._masks: dict[str, list[Key]] = {}
         self._gradients: dict[str, list[Key]] = {}
@@ -104,7 +104,7 @@ class Step:
         self._waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
         self._statistics = _Latest(functools.partial(ledger.statistics, measure))
-        self._gradient_norm = _Latest(lambda tensor, _: (ledger.norm(tensor), None))
+        self._gradient_norm = _Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
 
     @property
     def is_shared(self) -> bool:
@@ -116,13 +116,17 @@ class Step:
     def saw(self, site: str, value: Any, rectifies: bool) -> None:
         """A value has passed."""
         self.ran = True
-        for key, tensor in _parts(site, value):
-            self.lie[key] = sharded_over(tensor)
+        plain = type(value) is Tensor and self.ledger.takes(value)
+        for key, tensor in ((site, value),) if plain else _parts(site, value):
+            self.lie[key] = () if plain else sharded_over(tensor)
             unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
             mask = None
             if self._measure.needed:
-                measured, mask = self._statistics.of(tensor, unit)
-                self._values.setdefault(key, []).append(measured)
+                measured, mask = self._statistics.of(tensor, unit, plain)
+                if key in self._values:
+                    self._values[key].append(measured)
+                else:
+                    self._values[key] = [measured]
             if unit is not None:
                 mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
                 self._masks.setdefault(key, []).append(mask)
@@ -131,8 +135,9 @@ class Step:
         return site in self._values
 
     def saw_gradient(self, site: str, value: Any) -> None:
-        for key, tensor in _parts(site, value):
-            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor)[0])
+        plain = type(value) is Tensor and self.ledger.takes(value)
+        for key, tensor in ((site, value),) if plain else _parts(site, value):
+            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor, None, plain)[0])
 
     def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
         self._parameter_gradients[site] = self.ledger.norm(gradient)
@@ -185,24 +190,39 @@ class Step:
         values |= shared.merge(values, self.lie, by_hand)
         of_weights = self._of_weights(numbers, weights, updates)
         of_weights |= shared.merge(of_weights, self.weights_lie, by_hand)
-        found = {site: summarize(part["parts"], wanted) for site, part in values.items() if "parts" in part}
+        found = {site: self._summary(part["parts"], wanted) for site, part in values.items() if "parts" in part}
         for site, part in (*values.items(), *of_weights.items()):
+            if site not in found:
+                found[site] = {}
             if "norm" in part:
-                _note(found, site, "norm", part["norm"])
+                found[site]["norm"] = part["norm"]
             if "grad_norm" in part:
-                _note(found, site, "grad_norm", self._unscaled(part["grad_norm"]))
+                found[site]["grad_norm"] = part["grad_norm"] / self.loss_scale
             if "update" in part:
-                _note(found, site, "update_ratio", _ratio(part["update"], part["norm"]))
+                found[site]["update_ratio"] = _ratio(part["update"], part["norm"])
         masks = {site: _any([numbers[key] for key in keys]) for site, keys in self._masks.items()}
         for site, mask in masks.items():
-            _note(found, site, "dead", (mask.numel() - int(mask.sum())) / mask.numel())
+            found.setdefault(site, {})["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
         return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
+
+    def _summary(self, parts: list[Any], wanted: Sequence[str]) -> dict[str, Any]:
+        if len(parts) == 1 and type(parts[0]) is tuple:  # as of nearly all: one call, and all numbers at once
+            table, at = parts[0]
+            return dict(table.summaries(wanted)[at])
+        return summarize([self._measured(part) for part in parts], wanted)
+
+    def _measured(self, part: Any) -> Measured:
+        return part[0].measured(part[1], self._measure) if type(part) is tuple else part
 
     def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
         """What this rank knows of what passed the sites."""
         mine: dict[str, Part] = {
-            site: {"parts": [part.map(numbers.__getitem__) for part in parts]} for site, parts in self._values.items()
+            site: {"parts": [p.map(numbers.__getitem__) if isinstance(p, Measured) else numbers[p] for p in parts]}
+            for site, parts in self._values.items()
         }
+        for site, groups in self.lie.items():
+            if groups and site in mine:  # other ranks have no tables of ours
+                mine[site]["parts"] = [self._measured(part) for part in mine[site]["parts"]]
         # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
         for site, keys in self._gradients.items():
             mine.setdefault(site, {})["grad_norm"] = math.hypot(*(numbers[key] for key in keys))
@@ -219,25 +239,22 @@ class Step:
                 part["update"] = numbers[updates[site]]
         return mine
 
-    def _unscaled(self, gradient: float) -> float:
-        return gradient / self.loss_scale
-
 
 class _Latest:
     """A function that is not called again for the same tensor: what a layer returns, its container often does too."""
 
-    def __init__(self, function: Callable[[Tensor, int | None], tuple[Any, Key | None]]) -> None:
+    def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
         self._tensor: Callable[[], Tensor | None] = lambda: None
         self._version = -1
         self._result: Any = None
 
-    def of(self, tensor: Tensor, unit: int | None = None) -> Any:
+    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
         """What the function makes of a tensor; it may not have been asked for units before."""
         # An inference tensor counts no versions, so a write to it would go unnoticed.
         now = -1 if tensor.is_inference() else version(tensor)
         if now == -1 or now != self._version or self._tensor() is not tensor:
-            self._result = self._function(tensor, unit)
+            self._result = self._function(tensor, unit, plain)
             self._tensor, self._version = weakref.ref(tensor), now
             return self._result
         return self._result if unit is None else (self._result[0], None)
@@ -264,10 +281,6 @@ def _any(masks: list[Tensor]) -> Tensor:
     for mask in masks[1:]:
         found = found | mask if found.shape == mask.shape else mask
     return found
-
-
-def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) -> None:
-    found.setdefault(site, {})[name] = value
 
 
 def _ratio(update: float, weight: float) -> float:
