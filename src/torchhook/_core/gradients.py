@@ -278,7 +278,8 @@ class Entered:
         self._versions: dict[int, int | None] = {} if before is None else dict(before._versions)
         self._memory: set[int | None] = set() if before is None else set(before._memory)
         self._given = 0
-        self.add(tensors)
+        if tensors:
+            self.add(tensors)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

@@ -37,7 +37,7 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     # After a write through another view, asking for the step of a view makes it anew and drops the hooks that were
     # there: asked for in the middle of registering one, that ends the process.
     _ = tensor.grad_fn
-    return cast(RemovableHandle, tensor.register_hook(function))
+    return tensor.register_hook(function)  # type: ignore[no-any-return]
 
 
 def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
@@ -87,7 +87,8 @@ class TensorHandles:
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
         self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
-        self._prune()
+        if len(self._handles) >= self._prune_at:
+            self._prune()
 
     def on_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""

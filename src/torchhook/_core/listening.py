@@ -67,7 +67,7 @@ def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles:
     ``hook`` is called in the place of the listener's, which is that of all calls.
     """
     made = tensor.grad_fn
-    if made is None or _torch.base(tensor) is not None or _torch.is_wrapped(tensor):
+    if made is None or _torch.base_of(tensor) is not None or _torch.is_wrapped(tensor):
         return False
     number = sequence_number(made)
     if number + 1 != _torch.next_sequence_number():

@@ -143,7 +143,8 @@ class Step:
         self._parameter_gradients[site] = self.ledger.norm(gradient)
 
     def saw_parameter_gradient(self, site: str, parameter: Tensor, gradient: Tensor) -> None:
-        if not (measurable(gradient) or gradient.is_sparse):  # without numbers
+        plain = type(gradient) is Tensor and self.ledger.takes(gradient)
+        if not (plain or measurable(gradient) or gradient.is_sparse):  # without numbers
             return
         before = parameter.grad
         if before is not None:
@@ -208,7 +209,7 @@ class Step:
     def _summary(self, parts: list[Any], wanted: Sequence[str]) -> dict[str, Any]:
         if len(parts) == 1 and type(parts[0]) is tuple:  # as of nearly all: one call, and all numbers at once
             table, at = parts[0]
-            return dict(table.summaries(wanted)[at])
+            return table.summaries(wanted)[at].copy()
         return summarize([self._measured(part) for part in parts], wanted)
 
     def _measured(self, part: Any) -> Measured:
