@@ -218,7 +218,9 @@ class OutputGradient:
 
     def __init__(self, tap: GradTap, handles: TensorHandles, aliases: Aliases) -> None:
         self._tap, self._handles, self._aliases = tap, handles, aliases
-        self._entered = _NOTHING
+        self._entered: Entered | None = None
+        self._one: tuple[int, int, int] | None = None
+        """Instead, of a single plain tensor: its id, that of what it is an alias of, and its version."""
         self._whose = tap.listener(_unheard, "grad")
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
@@ -226,18 +228,27 @@ class OutputGradient:
         output_tap.aliases = [*output_tap.aliases, self._leaving]
 
     def _entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
-        self._entered = Entered((inputs,) if type(inputs) is Tensor else tree.tensors(inputs))
+        if type(inputs) is Tensor and not inputs.is_inference():
+            self._one = id(inputs), id(original(inputs)), version(inputs)
+        else:
+            self._one, self._entered = None, Entered(tree.tensors(inputs))
         return inputs
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
-        entered, self._entered = self._entered, _NOTHING
-        if type(value) is Tensor and not again and entered.was_only(source) and torch.is_grad_enabled():
-            # As of nearly all: a value of its own, which nobody can have used yet.
-            is_new = entered.was_written(value) if value is source[0] else not entered.is_among(value)
+        one, self._one = self._one, None
+        if one is not None and type(value) is Tensor and not again and type(source) is tuple and len(source) == 1:
+            # As nearly all: a value of its own, which nobody can have used yet, or what the module wrote to.
+            given = source[0]
+            if id(given) != one[0] or not torch.is_grad_enabled():
+                is_new = False
+            elif value is given:
+                is_new = version(value) != one[2]
+            else:
+                is_new = _torch.storage_key(value) != _torch.storage_key(given)
             if is_new and listen_directly(value, self._whose, self._direct(call), self._handles):
                 return value
-        entered = Entered((), entered)
-        entered.add(tree.tensors(source))
+        entered, self._entered = self._entered or Entered(()), None
+        entered.add(tree.tensors(source), one)
 
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
             listener = self._listener(hook)
@@ -272,27 +283,20 @@ class OutputGradient:
 class Entered:
     """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
 
-    __slots__ = ("_given", "_memory", "_versions")
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions: dict[int, int | None] = {}
+        self._memory: set[int | None] = set()
+        self.add(tensors)
 
-    def __init__(self, tensors: Iterable[Tensor], before: Entered | None = None) -> None:
-        self._versions: dict[int, int | None] = {} if before is None else dict(before._versions)
-        self._memory: set[int | None] = set() if before is None else set(before._memory)
-        self._given = 0
-        if tensors:
-            self.add(tensors)
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
+    def add(self, tensors: Iterable[Tensor], one: tuple[int, int, int] | None = None) -> None:
+        if one is not None:
+            self._versions[one[1]] = one[2]
         for tensor in tensors:
             known = version(tensor) if counts_versions(tensor) else None
             self._versions.setdefault(id(original(tensor)), known)
             key = _torch.storage_key(tensor)
             if key is not None:
                 self._memory.add(key)
-            self._given = id(tensor)
-
-    def was_only(self, source: Any) -> bool:
-        """Whether a module was called with the one tensor that entered."""
-        return type(source) is tuple and len(source) == 1 and id(source[0]) == self._given and len(self._versions) == 1
 
     def is_among(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of them, or lies in their memory."""
@@ -302,9 +306,6 @@ class Entered:
         """Whether it is one of them, and was written to since."""
         before = self._versions.get(id(original(tensor)))
         return before is not None and counts_versions(tensor) and version(tensor) != before
-
-
-_NOTHING = Entered(())
 
 
 def _unheard(grad: Tensor) -> None:

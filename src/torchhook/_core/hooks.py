@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Undo, take_away
+from torchhook._torch_hooks import Undo, put_on_leaf, take_away
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -174,7 +174,7 @@ class Attachment:
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
-        self._undo.append(on_gradient(parameter, function).remove)
+        put_on_leaf(self._undo, parameter, function)
 
     def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
@@ -191,7 +191,11 @@ class Attachment:
         failed: BaseException | None = None
         while self._undo:
             try:
-                take_away(self._undo[-1])
+                last = self._undo[-1]
+                if type(last) is tuple:  # as nearly all: what take_away does, without the call
+                    last[0].pop(last[1], None)
+                else:
+                    take_away(last)
             except BaseException as error:  # an interrupt, say: finish first, then let it pass
                 if failed is None:
                     failed = error
