@@ -164,9 +164,7 @@ class GradTap(Tap):
         value: Any = grad
         for edit in self.edits:
             value = edit(value, call)
-        self.ran += 1
-        for look in self.looks:
-            look(value, call)
+        self._look(value, call)
         return None if value is grad else value
 
     def _leaf_hook(self, empty: Any, addresses: list[str], call: int) -> TensorHook:
