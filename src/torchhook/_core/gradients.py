@@ -25,10 +25,10 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import Alias, LinkHook, Listener, is_unused, listen, listen_directly, original
+from torchhook._core.listening import Alias, Entered, LinkHook, Listener, is_unused, listen, listen_directly, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
-from torchhook._core.writes import TensorHook, counts_versions, root
+from torchhook._core.writes import TensorHook, root
 from torchhook._torch import graph_task, version
 from torchhook._values import tree
 
@@ -276,34 +276,6 @@ class OutputGradient:
         self._aliases.add(alias)
         assert alias.tensor is not None
         return alias.tensor
-
-
-class Entered:
-    """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._versions: dict[int, int | None] = {}
-        self._memory: set[int | None] = set()
-        self.add(tensors)
-
-    def add(self, tensors: Iterable[Tensor], one: tuple[int, int, int] | None = None) -> None:
-        if one is not None:
-            self._versions[one[1]] = one[2]
-        for tensor in tensors:
-            known = version(tensor) if counts_versions(tensor) else None
-            self._versions.setdefault(id(original(tensor)), known)
-            key = _torch.storage_key(tensor)
-            if key is not None:
-                self._memory.add(key)
-
-    def is_among(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of them, or lies in their memory."""
-        return id(original(tensor)) in self._versions or _torch.storage_key(tensor) in self._memory
-
-    def was_written(self, tensor: Tensor) -> bool:
-        """Whether it is one of them, and was written to since."""
-        before = self._versions.get(id(original(tensor)))
-        return before is not None and counts_versions(tensor) and version(tensor) != before
 
 
 def _unheard(grad: Tensor) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakSet, ref
 
@@ -74,7 +74,7 @@ def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles:
         return False
     step = number, tensor.output_nr
     at, chain = getattr(tensor, _CHAIN, _NO_CHAIN)
-    if at != step:
+    if chain is None or at != step:
         chain = Chain()
         setattr(tensor, _CHAIN, (step, chain))
     handles.on_gradient(tensor, Link(chain, listener, hook))
@@ -333,3 +333,31 @@ def original(tensor: Tensor) -> Tensor:
     """What a tensor would be if no aliases were handed on."""
     made: Mark | None = getattr(tensor, _MARK, None)
     return tensor if made is None else original(made.of)
+
+
+class Entered:
+    """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions: dict[int, int | None] = {}
+        self._memory: set[int | None] = set()
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor], one: tuple[int, int, int] | None = None) -> None:
+        if one is not None:
+            self._versions[one[1]] = one[2]
+        for tensor in tensors:
+            known = version(tensor) if counts_versions(tensor) else None
+            self._versions.setdefault(id(original(tensor)), known)
+            key = _torch.storage_key(tensor)
+            if key is not None:
+                self._memory.add(key)
+
+    def is_among(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of them, or lies in their memory."""
+        return id(original(tensor)) in self._versions or _torch.storage_key(tensor) in self._memory
+
+    def was_written(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, and was written to since."""
+        before = self._versions.get(id(original(tensor)))
+        return before is not None and counts_versions(tensor) and version(tensor) != before

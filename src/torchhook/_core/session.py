@@ -98,7 +98,7 @@ class Session:
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Call ``hook`` with the gradients of a parameter as autograd hands them over: it is no site, and not counted."""
+        """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
         self._leaves.append((parameter, hook))
 
     def record(

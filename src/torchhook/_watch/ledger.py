@@ -15,8 +15,8 @@ from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
 from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows, merged, merged_norms
-from torchhook._watch.tables import Table
 from torchhook._watch.shared import part_norm
+from torchhook._watch.tables import Table
 
 Key = Hashable
 """Where a number is in what ``read`` returns."""

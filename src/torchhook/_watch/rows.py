@@ -183,6 +183,8 @@ class Rows:
         programs, units = plan.programs, plan.layout.channels if plan.layout.units else 0
         pointer = dense.data_ptr()
         aligned = pointer % 16 == 0
+        slots: Any
+        live: Any
         with self._turn:
             slot = buffer.take(programs)
             flag = self._live.take(units) if units else 0
@@ -234,7 +236,7 @@ class _Buffer:
         return torch.zeros(room * self._width, dtype=self._dtype, device=self._device)
 
     def take(self, number: int) -> int:
-        """Keep room for so many entries: the number of the first, to be asked for its place before the next is taken."""
+        """Keep room for so many entries: the number of the first, whose place is asked for before the next is taken."""
         at, number = self.used - self._start, -(-number // self._aligned) * self._aligned
         if (at + number) * self._width > self._now.numel():
             self._full.append(self._now[: at * self._width])

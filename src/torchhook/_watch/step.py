@@ -19,6 +19,7 @@ from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger
 from torchhook._watch.shared import Groups, Part, Shared
+from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
 
 
@@ -206,14 +207,13 @@ class Step:
             found.setdefault(site, {})["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
         return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
 
-    def _summary(self, parts: list[Any], wanted: Sequence[str]) -> dict[str, Any]:
-        if len(parts) == 1 and type(parts[0]) is tuple:  # as of nearly all: one call, and all numbers at once
-            table, at = parts[0]
-            return table.summaries(wanted)[at].copy()
+    def _summary(self, parts: list[Measured | tuple[Table, int]], wanted: Sequence[str]) -> dict[str, Any]:
+        if len(parts) == 1 and not isinstance(first := parts[0], Measured):
+            return first[0].summaries(wanted)[first[1]].copy()  # as of nearly all: one call, and all numbers at once
         return summarize([self._measured(part) for part in parts], wanted)
 
-    def _measured(self, part: Any) -> Measured:
-        return part[0].measured(part[1], self._measure) if type(part) is tuple else part
+    def _measured(self, part: Measured | tuple[Table, int]) -> Measured:
+        return part if isinstance(part, Measured) else part[0].measured(part[1], self._measure)
 
     def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
         """What this rank knows of what passed the sites."""
