@@ -6,10 +6,12 @@ and stands beside it because files stay short.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[..., Any]
@@ -35,9 +37,21 @@ def _works() -> bool:
         for last in undo:
             take_away(last)
         module(2)
+        works = called == [((1,), {}), ((1,), 1)] and _works_on_leaves()
     except Exception:  # whatever a later torch makes of it
         return False
-    return called == [((1,), {}), ((1,), 1)]
+    return works
+
+
+def _works_on_leaves() -> bool:
+    leaf, found, undo = torch.ones(1, requires_grad=True), list[float](), Undo()
+    leaf.register_hook(lambda grad: None).remove()
+    hooks: Any = leaf._backward_hooks
+    _put(undo, hooks, lambda grad: found.append(float(grad)))
+    (leaf * 2).sum().backward()
+    take_away(undo[0])
+    (leaf * 3).sum().backward()
+    return found == [2.0]
 
 
 def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> None:
@@ -69,6 +83,20 @@ def put_after(undo: Undo, module: nn.Module, hook: Hook) -> None:
         hooks[key] = hook
     else:
         undo.append(module.register_forward_hook(hook).remove)  # on one line: what is set is known
+
+
+def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
+    """Call ``hook(gradient)`` when the gradient of a tensor that no step has made is there."""
+    # Made by the first hook that is registered, and looked into for each gradient from then on.
+    hooks = getattr(leaf, "_backward_hooks", None)
+    is_plain = leaf.grad_fn is None and type(leaf) in (Tensor, nn.Parameter)
+    if is_direct and is_plain and type(hooks) is OrderedDict:
+        key = RemovableHandle.next_id
+        RemovableHandle.next_id = key + 1
+        undo.append((hooks, key))
+        hooks[key] = hook
+    else:
+        undo.append(leaf.register_hook(hook).remove)
 
 
 def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:

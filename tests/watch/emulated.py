@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +24,12 @@ class _Kernel:
         self.launches = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(x: Tensor, slots: Tensor, live: Tensor, numel: int, *layout: int, **constants: Any) -> None:
+        def launch(x: Tensor, slots: Tensor, live: Tensor, numel: int, *layout: int, **constants: Any) -> Any:
             self.launches += 1
             memory = torch.as_strided(x.detach(), (numel,), (1,)).double().numpy()
             for program in range(grid[0]):
                 run(memory, slots.numpy(), live.numpy(), program, *layout, **constants)
+            return x.dtype  # stands for what was compiled
 
         return launch
 
@@ -72,6 +74,25 @@ class Kernels:
 
     def __init__(self) -> None:
         self.look = _Kernel()
+
+    def launcher(self, compiled: torch.dtype, device: int | None, arguments: tuple[Any, ...]) -> Any:
+        """Launches again with other addresses, as a compiled kernel does."""
+        numel, _, _, _, channels, _, _, whole, units = arguments
+
+        def launch(programs: int, x: int, slots: int, live: int) -> None:
+            values = at(x, compiled, numel)
+            places = at(slots, torch.float64, programs * (8 if whole else 1))
+            flags = at(live, torch.uint8, channels) if units else places
+            constants = zip(("ROWS", "COLUMNS", "WHOLE", "UNITS"), arguments[5:], strict=True)
+            self.look[(programs,)](values, places, flags, *arguments[:5], **dict(constants))
+
+        return launch
+
+
+def at(address: int, dtype: torch.dtype, number: int) -> Tensor:
+    """The memory that begins at an address."""
+    memory = (ctypes.c_byte * (number * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @pytest.fixture

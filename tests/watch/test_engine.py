@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torchhook as th
 from tests.watch.helpers import X, assert_close, by_numpy, hooks_on, mlp, square_norm
+from torchhook._watch import engine
 from torchhook._watch.api import watch
 from torchhook.errors import SessionError
 
@@ -175,3 +177,52 @@ def test_memory_is_constant_over_ten_thousand_steps() -> None:
     # 2,000 measured steps lie between: one object each would be seen. Fewer are what other tests had left.
     assert sizes[1] - sizes[0] < 1_000
     assert tensors[1] - tensors[0] < 100
+
+
+def test_what_a_step_is_measured_with_is_built_once_and_again_when_other_parameters_are_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+
+    class Counted(engine.Session):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            built.append(1)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(engine, "Session", Counted)
+    model = mlp()
+    with watch(model) as w:
+        for step in range(6):
+            model(X).sum().backward()
+            if step == 3:
+                model[0].requires_grad_(False)
+    assert len(built) == 2
+    assert ["0.weight" in shot.sites for shot in w.history] == [True] * 4 + [False] * 2
+
+
+def test_edits_that_come_later_are_seen_from_the_next_step_on() -> None:
+    model = mlp(inplace=False)
+    with watch(model, "0", alarms=False) as w:
+        for _ in range(2):
+            model(X)
+        with th.edit(model, {"0": th.edits.scale(0.0)}):
+            for _ in range(2):
+                model(X)
+        model(X)
+    assert [shot.sites["0"]["zeros"] == 1 for shot in w.history] == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("fails_in", range(6))
+def test_a_step_after_one_that_failed_anywhere_is_like_any_other(fails_in: int) -> None:
+    model = mlp()
+    with watch(model, alarms=False) as w:
+        model(X).sum().backward()
+        handle = model[fails_in].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(X)
+        handle.remove()
+        model.zero_grad()
+        model(X).sum().backward()
+    first, last = w.history[0].sites, w.history[-1].sites
+    for site, values in first.items():
+        assert last[site] == pytest.approx(values, rel=1e-5), site

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.watch.helpers import X, mlp
+from torchhook._watch import weights
 from torchhook._watch.api import watch
 
 
@@ -64,3 +65,46 @@ def test_a_lazy_module_is_watched_once_it_has_shapes() -> None:
     assert "0.weight" not in w.history[0].sites
     weight = model[0].weight
     assert w.last["0.weight"]["norm"] == pytest.approx(weight.norm().item(), rel=1e-4)
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters on the CPU go together, as those on a GPU do."""
+    monkeypatch.setattr(weights, "_goes_together", lambda tensor: type(tensor) in weights._PLAIN)
+
+
+def test_parameters_that_go_together_are_those_of_each_step_whatever_becomes_of_them(together: None) -> None:
+    model = mlp()
+    expected: list[dict[str, float]] = []
+    with watch(model, alarms=False) as w:
+        for step in range(8):
+            if step == 2:
+                model[0].weight.data = model[0].weight.data.clone() * 2  # another memory
+            if step == 3:
+                model[2].requires_grad_(False)
+            if step == 5:
+                model[5].weight = nn.Parameter(torch.randn(5, 64))
+            before = {n: p.detach().double().clone() for n, p in model.named_parameters() if p.requires_grad}
+            model(X)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 0.1 * (step + 1))
+            w.flush()  # what is changed between the steps belongs to none
+            after = dict(model.named_parameters())
+            expected.append({n: ((after[n] - b).norm() / b.norm()).item() for n, b in before.items()})
+    for shot, ratios in zip(w.history, expected, strict=True):
+        found = {site: values["update_ratio"] for site, values in shot.sites.items() if "update_ratio" in values}
+        assert found == pytest.approx(ratios, rel=1e-5), shot.step
+
+
+def test_a_parameter_that_changes_its_kind_within_a_step_has_no_ratio_in_it(together: None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with watch(model, alarms=False) as w:
+        for step in range(4):
+            model(torch.ones(1, 2))
+            if step == 1:
+                model[1].weight.data = torch.zeros(2, 3)
+                w.flush()
+                model[1].weight.data = torch.ones(2, 2)
+    assert ["update_ratio" in shot.sites["1.weight"] for shot in w.history] == [True, False, True, True]
+    assert all("update_ratio" in shot.sites["0.weight"] for shot in w.history)

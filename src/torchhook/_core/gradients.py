@@ -25,10 +25,10 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import Alias, Listener, is_unused, listen, original
+from torchhook._core.listening import Alias, Entered, LinkHook, Listener, is_unused, listen, listen_directly, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
-from torchhook._core.writes import TensorHook, counts_versions, root
+from torchhook._core.writes import TensorHook, root
 from torchhook._torch import graph_task, version
 from torchhook._values import tree
 
@@ -58,13 +58,17 @@ class Aliases:
         where the model itself was not called, but a part of it."""
 
         def follow(grad: Tensor) -> Tensor | None:
-            if self._open and self._followed_in != graph_task():
-                self._followed_in = graph_task()
-                for alias in self._open:
-                    alias.follow_write()
+            self.follow_writes()
             return hook(grad)
 
         return follow
+
+    def follow_writes(self) -> None:
+        """Once in a backward pass: follow what was written to."""
+        if self._open and self._followed_in != graph_task():
+            self._followed_in = graph_task()
+            for alias in self._open:
+                alias.follow_write()
 
     def settle(self) -> None:
         open_, self._open = self._open, []
@@ -99,12 +103,16 @@ class GradTap(Tap):
         """Whether a value passed that needed no gradient."""
         return bool(self._without_grad)
 
+    def forget(self, task: int) -> None:
+        super().forget(task)
+        self._without_grad, self._arrivals = {}, {}
+
     def listener(self, hook: TensorHook, port: str) -> Listener:
         return Listener(hook, f"{self.label}:{port}", self._session)
 
     def arrived_at_parameter(self, grad: Tensor | None) -> Tensor | None:
         """Take the gradient of a parameter: each is a call of its own."""
-        return self._arrived(grad, next(self.calls))
+        return self.arrived(grad, next(self.calls))
 
     def wait_for(self, value: Any, call: int, again: bool, take: Take, apart: Take | None = None) -> Any:
         """Have ``take`` listen to every tensor of a passing value, and return the value to go on with.
@@ -122,7 +130,7 @@ class GradTap(Tap):
             if later or not _differentiable(value):
                 self._without_grad[call] = {""}
             elif lacking is None or lacking:
-                return take(value, lambda grad: self._arrived(grad, call))
+                return take(value, lambda grad: self.arrived(grad, call))
             return value
         leaves = [(address, leaf) for address, leaf in tree.leaves(value) if isinstance(leaf, Tensor)]
         able = [] if later else [(address, leaf) for address, leaf in leaves if _differentiable(leaf)]
@@ -149,7 +157,8 @@ class GradTap(Tap):
 
     # -- arrivals -----------------------------------------------------------------------------------
 
-    def _arrived(self, grad: Tensor | None, call: int) -> Tensor | None:
+    def arrived(self, grad: Tensor | None, call: int) -> Tensor | None:
+        """Take the gradient of what passed in a call."""
         if self._session.closed or grad is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
         value: Any = grad
@@ -207,19 +216,37 @@ class OutputGradient:
 
     def __init__(self, tap: GradTap, handles: TensorHandles, aliases: Aliases) -> None:
         self._tap, self._handles, self._aliases = tap, handles, aliases
-        self._entered = Entered(())
+        self._entered: Entered | None = None
+        self._one: tuple[int, int, int] | None = None
+        """Instead, of a single plain tensor: its id, that of what it is an alias of, and its version."""
+        self._whose = tap.listener(_unheard, "grad")
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
         input_tap.aliases = [*input_tap.aliases, self._entering]
         output_tap.aliases = [*output_tap.aliases, self._leaving]
 
     def _entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
-        self._entered = Entered(tree.tensors(inputs))
+        if type(inputs) is Tensor and not inputs.is_inference():
+            self._one = id(inputs), id(original(inputs)), version(inputs)
+        else:
+            self._one, self._entered = None, Entered(tree.tensors(inputs))
         return inputs
 
     def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
-        entered, self._entered = self._entered, Entered(())
-        entered.add(tree.tensors(source))
+        one, self._one = self._one, None
+        if one is not None and type(value) is Tensor and not again and type(source) is tuple and len(source) == 1:
+            # As nearly all: a value of its own, which nobody can have used yet, or what the module wrote to.
+            given = source[0]
+            if id(given) != one[0] or not torch.is_grad_enabled():
+                is_new = False
+            elif value is given:
+                is_new = version(value) != one[2]
+            else:
+                is_new = _torch.storage_key(value) != _torch.storage_key(given)
+            if is_new and listen_directly(value, self._whose, self._direct(call), self._handles):
+                return value
+        entered, self._entered = self._entered or Entered(()), None
+        entered.add(tree.tensors(source), one)
 
         def take(leaf: Tensor, hook: TensorHook) -> Tensor:
             listener = self._listener(hook)
@@ -232,6 +259,15 @@ class OutputGradient:
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
+    def _direct(self, call: int) -> LinkHook:
+        tap, aliases = self._tap, self._aliases
+
+        def hook(grad: Tensor, arrived: Tensor) -> Tensor | None:
+            aliases.follow_writes()
+            return tap.arrived(grad, call)
+
+        return hook
+
     def _listener(self, hook: TensorHook) -> Listener:
         return self._tap.listener(self._aliases.followed_first(hook), "grad")
 
@@ -242,30 +278,8 @@ class OutputGradient:
         return alias.tensor
 
 
-class Entered:
-    """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._versions: dict[int, int | None] = {}
-        self._memory: set[int] = set()
-        self.add(tensors)
-
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            known = version(tensor) if counts_versions(tensor) else None
-            self._versions.setdefault(id(original(tensor)), known)
-            key = _torch.storage_key(tensor)
-            if key is not None:
-                self._memory.add(key)
-
-    def is_among(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of them, or lies in their memory."""
-        return id(original(tensor)) in self._versions or _torch.storage_key(tensor) in self._memory
-
-    def was_written(self, tensor: Tensor) -> bool:
-        """Whether it is one of them, and was written to since."""
-        before = self._versions.get(id(original(tensor)))
-        return before is not None and counts_versions(tensor) and version(tensor) != before
+def _unheard(grad: Tensor) -> None:
+    """Stands for the hook of a listener whose every call has one of its own."""
 
 
 class TotalGradient:

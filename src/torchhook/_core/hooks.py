@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Undo, take_away
+from torchhook._torch_hooks import Undo, put_on_leaf, take_away
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -37,7 +37,7 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
     # After a write through another view, asking for the step of a view makes it anew and drops the hooks that were
     # there: asked for in the middle of registering one, that ends the process.
     _ = tensor.grad_fn
-    return cast(RemovableHandle, tensor.register_hook(function))
+    return tensor.register_hook(function)  # type: ignore[no-any-return]
 
 
 def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
@@ -87,7 +87,8 @@ class TensorHandles:
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
         self._handles.append(on_gradient(tensor, function))  # on one line: what is set is known
-        self._prune()
+        if len(self._handles) >= self._prune_at:
+            self._prune()
 
     def on_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
@@ -173,7 +174,7 @@ class Attachment:
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
-        self._undo.append(on_gradient(parameter, function).remove)
+        put_on_leaf(self._undo, parameter, function)
 
     def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
@@ -190,7 +191,11 @@ class Attachment:
         failed: BaseException | None = None
         while self._undo:
             try:
-                take_away(self._undo[-1])
+                last = self._undo[-1]
+                if type(last) is tuple:  # as nearly all: what take_away does, without the call
+                    last[0].pop(last[1], None)
+                else:
+                    take_away(last)
             except BaseException as error:  # an interrupt, say: finish first, then let it pass
                 if failed is None:
                     failed = error

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from weakref import WeakSet, ref
 
@@ -59,6 +59,26 @@ def is_unused(tensor: Tensor, listener: Listener) -> bool:
             return False
         step = step.next_functions[0][0]
     return False
+
+
+def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> bool:
+    """What ``is_unused`` and ``listen`` do with a plain tensor that is no view, as most are; whether it was one.
+
+    ``hook`` is called in the place of the listener's, which is that of all calls.
+    """
+    made = tensor.grad_fn
+    if made is None or _torch.base_of(tensor) is not None or _torch.is_wrapped(tensor):
+        return False
+    number = sequence_number(made)
+    if number + 1 != _torch.next_sequence_number():
+        return False
+    step = number, tensor.output_nr
+    at, chain = getattr(tensor, _CHAIN, _NO_CHAIN)
+    if chain is None or at != step:
+        chain = Chain()
+        setattr(tensor, _CHAIN, (step, chain))
+    handles.on_gradient(tensor, Link(chain, listener, hook))
+    return True
 
 
 def listen(tensor: Tensor, listener: Listener, handles: TensorHandles, total: bool = False) -> None:
@@ -107,6 +127,7 @@ def _names(tensor: Tensor, total: bool) -> list[Tensor]:
 # -- several listeners -------------------------------------------------------------------------------------------
 
 _CHAIN = "_torchhook_chain"  # on a tensor: who listens to it, and at which step
+_NO_CHAIN: tuple[None, None] = None, None
 
 LinkHook = Callable[[Tensor, Tensor], Tensor | None]
 """Takes a gradient as those have left it who hear of it first, and as it arrived."""
@@ -119,9 +140,11 @@ class Chain:
     the outer one comes first, as with values.
     """
 
+    __slots__ = ("done", "links")
+
     def __init__(self) -> None:
         self.links: list[ref[Link]] = []  # they hold the chain, and go with their hooks
-        self.done: WeakSet[Link] = WeakSet()
+        self.done: WeakSet[Link] | None = None  # most have one link, and never need it
 
     def in_order(self) -> list[Link]:
         moments: list[list[Link]] = []
@@ -136,6 +159,8 @@ class Chain:
 class Link:
     """The hook of one listener. Torch calls the oldest first, which then does the work of all that came later."""
 
+    __slots__ = ("__weakref__", "chain", "hook", "listener")
+
     def __init__(self, chain: Chain, listener: Listener, hook: LinkHook) -> None:
         self.chain, self.listener, self.hook = chain, listener, hook
         chain.links.append(ref(self))
@@ -143,11 +168,14 @@ class Link:
     def __call__(self, arrived: Tensor | None) -> Tensor | None:
         if arrived is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
-        if self in self.chain.done:
-            self.chain.done.remove(self)
+        chain = self.chain
+        if len(chain.links) == 1:
+            return self.hook(arrived, arrived)
+        if chain.done is not None and self in chain.done:
+            chain.done.remove(self)
             return None
-        links, grad = self.chain.in_order(), arrived
-        self.chain.done = WeakSet(link for link in links if link is not self)
+        links, grad = chain.in_order(), arrived
+        chain.done = WeakSet(link for link in links if link is not self)
         for link in links:
             new = link.hook(grad, arrived)
             grad = grad if new is None else new
@@ -305,3 +333,31 @@ def original(tensor: Tensor) -> Tensor:
     """What a tensor would be if no aliases were handed on."""
     made: Mark | None = getattr(tensor, _MARK, None)
     return tensor if made is None else original(made.of)
+
+
+class Entered:
+    """What a module was given. The versions of the tensors tell afterwards what it wrote to."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions: dict[int, int | None] = {}
+        self._memory: set[int | None] = set()
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor], one: tuple[int, int, int] | None = None) -> None:
+        if one is not None:
+            self._versions[one[1]] = one[2]
+        for tensor in tensors:
+            known = version(tensor) if counts_versions(tensor) else None
+            self._versions.setdefault(id(original(tensor)), known)
+            key = _torch.storage_key(tensor)
+            if key is not None:
+                self._memory.add(key)
+
+    def is_among(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of them, or lies in their memory."""
+        return id(original(tensor)) in self._versions or _torch.storage_key(tensor) in self._memory
+
+    def was_written(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, and was written to since."""
+        before = self._versions.get(id(original(tensor)))
+        return before is not None and counts_versions(tensor) and version(tensor) != before

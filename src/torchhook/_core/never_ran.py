@@ -17,8 +17,9 @@ from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
-from torchhook._recording.address import MODEL, Site
-from torchhook.errors import suggestion
+from torchhook._recording.address import MODEL, Site, shown
+from torchhook._recording.records import Recording
+from torchhook.errors import NeverRanWarning, suggestion, warn
 
 _ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
@@ -171,3 +172,16 @@ def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     if target.site.call is not None and tap.ran:
         return f"gradients arrived for other calls, but not for call {target.site.call}."
     return "no gradient reached it: call backward inside the block, on something that depends on it."
+
+
+def tell(recording: Recording, missing_too: bool) -> None:
+    """Warn of what was replaced while a session was open, and of what never ran."""
+    missing, replaced = recording.missing, recording.replaced
+    if only := [address for address in replaced if address not in missing]:
+        lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
+        warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
+    if missing and missing_too:
+        lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
+        more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
+        what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
+        warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)

@@ -25,10 +25,10 @@ from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Look
 from torchhook._core.wiring import Taps
-from torchhook._recording.address import MODEL, Site, shown
+from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook.errors import NeverRanWarning, RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
+from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
 
@@ -50,6 +50,8 @@ class Session:
         self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
+        self.reports = True
+        """Whether it notes in its recording what never ran, and why."""
         self._given_as = ""
         self._takes_all = False
         self._recipe: Callable[[Session], None] | None = None
@@ -69,6 +71,7 @@ class Session:
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
+        self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
         self.handles: TensorHandles = self._taps.handles
         """Hooks on tensors, which go when the session closes."""
@@ -95,6 +98,10 @@ class Session:
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
+
+    def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+        """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
+        self._leaves.append((parameter, hook))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
@@ -221,6 +228,8 @@ class Session:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
                 for target, grad_tap in taps.parameters:
                     self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
+            for parameter, hook in self._leaves:
+                attachment.follow(parameter, hook)
             self._depths = functional.depths()
             if self._own_threads_only:
                 scope.enter()
@@ -263,6 +272,17 @@ class Session:
             functional.unwind(depths)
             self.recording.stopped = f"stop=True ended each forward pass at {self.scope.stopped_at!r}"
             return Stopped(str(self.scope.stopped_at))
+
+    def begin_anew(self) -> None:
+        """Make a closed session ready to be opened again just as it is built, with nothing left of what has passed.
+
+        For those who open one at every step and only look: nothing is built again, and there is one scope for all.
+        """
+        self._attachment, self._closed, self.scope.closed = None, False, False
+        self.recording = Recording(type(self.index.root).__name__)
+        self._seen.clear()
+        self._followed = {}
+        self._taps.forget()
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
@@ -309,7 +329,8 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self._report(error)
+        if self.reports:
+            self._report(error)
         if error is None and self._warn and (lost := self._taps.edits_to_come()):
             warn(
                 f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
@@ -317,17 +338,9 @@ class Session:
                 "gradients are wrong: call backward() inside the block.",
                 RecomputeWarning,
             )
-        missing, replaced = self.recording.missing, self.recording.replaced
-        if error is None and self._warn and (only := [a for a in replaced if a not in missing]):
-            lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
-            warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
-        # Of all modules, some are rarely called; whoever names one wants it.
-        told = not self._takes_all or not self._taps.any_ran
-        if missing and error is None and self._warn and told:
-            lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
-            more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
-            what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
-            warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+        if error is None and self._warn:
+            # Of all modules, some are rarely called; whoever names one wants it.
+            never_ran.tell(self.recording, missing_too=not self._takes_all or not self._taps.any_ran)
 
     def _explain(self, error: BaseException) -> None:
         """A loss on a value that is off the graph: torch does not know who took it off."""

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-from torch import nn
+from torch import is_grad_enabled, nn
 
 from torchhook._core.hooks import after_call_always
 from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._recording.records import Rows
-from torchhook._torch import graph_task
+from torchhook._torch import graph_task, saved_tensor_hooks
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, put_after, put_before
 from torchhook._values.tree import Inputs
@@ -89,6 +89,11 @@ class Tap:
     def add_alias(self, alias: Alias) -> None:
         self.aliases = [*self.aliases, alias]
 
+    def forget(self, task: int) -> None:
+        """Begin to count anew, as if made in the backward pass ``task`` or in none."""
+        self.calls, self._segments, self._made_in = count(), None, task
+        self.ran = self.elsewhere = self.recomputed = 0
+
     @property
     def segments(self) -> Segments:
         """Which calls belong to which checkpointed segment."""
@@ -134,14 +139,21 @@ class Tap:
         with own_work:
             return self._take(value, source)
 
+    def note_segments(self, call: int) -> None:
+        """Remember the checkpointed segments around a call, which may run again; mostly there are none."""
+        # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
+        if not is_grad_enabled() or saved_tensor_hooks() is not None:
+            self.segments.note(call)
+
     def _take(self, value: Any, source: Any) -> Any:
         if repeated and id(self) in repeated:
             call = next(repeated[id(self)])
             for edit in self.edits:
                 value = edit(value, call)
             return value
-        again, changes = self.recomputing, bool(self.edits or self.aliases)
-        if changes and graph_task() not in (-1, self._made_in) and self.segments.is_older():
+        task, changes = graph_task(), bool(self.edits or self.aliases)
+        again = task != -1 and self.recomputing
+        if changes and task not in (-1, self._made_in) and self.segments.is_older():
             return value
         if again:
             self.recomputed += 1
@@ -152,7 +164,7 @@ class Tap:
             call = next(self.calls)
             self.ran = call + 1
             if changes:
-                self.segments.note(call)
+                self.note_segments(call)
         for edit in self.edits:
             value = edit(value, call)
         if not again:
@@ -171,6 +183,7 @@ class OutputTap(Tap):
     """A forward hook."""
 
     _only_looks = False
+    _edits = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         scope = self.scope
@@ -180,16 +193,24 @@ class OutputTap(Tap):
             and self.is_foreign()
         ):
             return None
-        if self._only_looks and not listening and not repeated and graph_task() == -1:
+        if not self._edits and not listening and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
+            if self._only_looks:
+                self.look(output, call)
+                return None
+            self.note_segments(call)
             self.look(output, call)
-            return None
-        value = self.take(output, args)
+            value = output
+            for alias in self.aliases:
+                value = alias(value, call, args, False)
+        else:
+            value = self.take(output, args)
         return None if value is output else value
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
+        self._edits = bool(self.edits)
         self._only_looks = not self.edits and not self.aliases
         put_after(undo, module, self)
 
@@ -226,6 +247,7 @@ class RecordTap(OutputTap):
             look(value, call)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
+        self._edits = bool(self.edits)
         self._only_looks = not self.edits and not self.aliases
         self._does_more = not self._only_looks or bool(self.looks)
         put_after(undo, module, self)
@@ -251,9 +273,26 @@ class InputTap(Tap):
     """A forward pre-hook. One positional argument passes as itself, anything else as ``Inputs``."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        if kwargs is None or self.is_foreign():  # without kwargs: removed by a hook that ran just before
+        if kwargs is None:  # removed by a hook that ran just before
             return None
-        passing = as_value(args, kwargs)
+        scope = self.scope
+        if (
+            scope is not None
+            and ((scope.runs_eagerly and in_trace()) or scope not in active.get())
+            and self.is_foreign()
+        ):
+            return None
+        passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
+        if not self.edits and not self.looks and not listening and not repeated and graph_task() == -1:
+            # What take does then, without the calls: modules whose gradients are wanted are entered this way.
+            call = next(self.calls)
+            self.ran = call + 1
+            value = passing
+            if self.aliases:
+                self.note_segments(call)
+                for alias in self.aliases:
+                    value = alias(value, call, (), False)
+            return None if value is passing else as_arguments(value)
         value = self.take(passing)
         return None if value is passing else as_arguments(value)
 

@@ -20,6 +20,7 @@ from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Rows
+from torchhook._torch import graph_task
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
@@ -47,6 +48,7 @@ class Taps:
         self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
+        self._is_complete = False
         self.root = self._input_tap(index.root, "")
         """Sees the model being called, whatever is asked for."""
 
@@ -113,13 +115,22 @@ class Taps:
 
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
-        self._inputs.pop(id(self._index.root))
+        self._inputs.pop(id(self._index.root), None)
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
-        if self._gradients:
+        if self._gradients and not self._is_complete:
             root = self._output_tap(self._index.root, "")
             root.add_alias(self.aliases.settle_after)
+        self._is_complete = True
+
+    def forget(self) -> None:
+        """Begin to count anew."""
+        task = graph_task()
+        for _, tap in self:
+            tap.forget(task)
+        for grad_tap, _ in self._gradients.values():
+            grad_tap.forget(task)
 
     def let_go(self) -> None:
         """Take away what is on tensors; the rest is on modules."""

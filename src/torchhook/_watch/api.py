@@ -300,6 +300,6 @@ def _while_measuring(engine: Engine, target: Target) -> Callable[[Any, int], Non
     def look(value: Any, call: int) -> None:
         # This hook outlives the steps, so it asks each time which one is running, if any.
         if engine.step is not None:
-            engine.step.look(str(target.site), False)(value, call)
+            engine.step.saw(str(target.site), value, False)
 
     return look

@@ -1,10 +1,12 @@
 """What is looked at in a measured step, and the engine that opens a session for each of them.
 
-A session for each measured step, and none between: hooks that only asked whether a step is due would cost every step.
+The session is built once and opened for each measured step, and for none between: hooks that only asked whether a step
+is due would cost every step.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +18,14 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
 from torchhook._core.sharding import Home, Homes
+from torchhook._core.taps import Look
 from torchhook._recording.address import Site
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.ledger import Key, Ledger, Room
 from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
-from torchhook._watch.step import Step
+from torchhook._watch.step import Looks, Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
 
@@ -64,45 +67,61 @@ class Watched:
         self.before_step: list[Target] = early if by_call else []
         self.in_step: list[Target] = [t for t in targets if t not in self.before_step]
         self.parameters: dict[str, Target] = _parameters(index, targets) if parameters else {}
+        self._trained: dict[str, Home] = {}
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether a session for these can be opened again as it is: it keeps nothing from call to call."""
+        return all(t.tensor is None and t.site.op is None and t.site.port == "output" for t in self.in_step)
 
     def count_by_hand(self) -> None:
         """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
         self.by_call, self.before_step, self.in_step = False, [], list(self.targets)
 
-    def attach(self, session: Session, step: Step, limits: Alarms | None, trained: Mapping[str, Home]) -> None:
-        """Have the session show the step what is watched."""
+    def attach(self, session: Session, looks: Looks, limits: Alarms | None, trained: Mapping[str, Home]) -> None:
+        """Have the session show the running step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
         if rectified and any(rectifies(target.module, target.site.op) for target in self.in_step):
             for layer in layers(self.index):
-                session.look(layer, step.units.look(layer.module))
+                session.look(layer, looks.units.look(layer.module))
         for target in self.in_step:
             site = target.site
             if target.tensor is not None and site.port == "output":
-                session.look(target, step.look_once(str(site)))
+                session.look(target, looks.once(str(site)))
                 continue
             is_output = target.tensor is None and site.port == "output"
-            session.look(target, step.look(str(site), rectified and is_output and rectifies(target.module, site.op)))
+            session.look(target, looks.value(str(site), rectified and is_output and rectifies(target.module, site.op)))
             if self.gradients and is_output:
-                session.look(target._replace(site=site.but(port="grad")), step.look_gradient(str(site)))
+                session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
         if self.gradients:
             session.reduced = True
             for name, home in trained.items():
-                own = home.way == "own"
-                look = step.look_parameter_gradient(name, home.parameter) if own else step.look_reduced_gradient(name)
-                session.look(self.parameters[name], look)
+                if home.way == "own":
+                    session.follow(home.parameter, looks.parameter_gradient(name, home.parameter))
+                else:
+                    session.look(self.parameters[name], looks.reduced_gradient(name))
 
-    def trained(self) -> Iterator[tuple[str, Home]]:
-        """The parameters that training can move, as the model holds them now, or will again when it has run."""
+    def trained(self) -> dict[str, Home]:
+        """The parameters that training can move, as the model holds them now, or will again when it has run.
+
+        The very same answer for as long as nothing changes.
+        """
         # Asked for each step: layers are frozen, unfrozen and replaced while a model trains.
-        homes = Homes(self.index)
-        for name, target in self.parameters.items():
-            assert target.tensor is not None
-            live = target.module._parameters.get(target.tensor)
-            if live is not None and live.requires_grad and not is_lazy(live):
-                home = homes.of(target.module, target.tensor)
-                if home is not None:
-                    yield name, home
+        homes, known = Homes(self.index), self._trained
+        found = {name: home for name, home in self._homes(homes, {} if homes else known) if home is not None}
+        if found.keys() != known.keys() or any(home is not known[name] for name, home in found.items()):
+            self._trained = found
+        return self._trained
+
+    def _homes(self, homes: Homes, known: Mapping[str, Home]) -> Iterator[tuple[str, Home | None]]:
+        for name, (_, module, attribute) in self.parameters.items():
+            live = module._parameters.get(attribute)  # type: ignore[arg-type]
+            home = known.get(name)
+            if home is not None and home.parameter is live and live.requires_grad and home.shape == live.shape:
+                yield name, home
+            elif live is not None and live.requires_grad and not is_lazy(live):
+                yield name, homes.of(module, str(attribute))
 
     def compared(self, trained: Mapping[str, Home]) -> dict[str, int]:
         """Sites whose gradient norms say something about each other: weights, or else the outputs of modules.
@@ -125,6 +144,16 @@ def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
             # By identity: a tied weight has one gradient and moves once, whatever the number of its names.
             found.setdefault(id(parameter), (name, Target(Site(name, port="grad"), module, attribute)))
     return dict(found.values())
+
+
+class Built(NamedTuple):
+    """What steps are measured with, for as long as the same parameters are trained."""
+
+    trained: dict[str, Home]
+    looks: Looks
+    session: Session
+    sites: frozenset[str]
+    compared: dict[str, int]
 
 
 class Ended(NamedTuple):
@@ -170,9 +199,8 @@ class Engine:
         self._session: Session | None = None
         self._weights = Weights("update_ratio" in watched.wanted)
         self._norms: dict[str, Key] = {}
-        self._trained: dict[str, Home] = {}
         self._ended: Ended | None = None
-        self._ahead: tuple[dict[str, Home], tuple[Step, Session]] | None = None
+        self._built: Built | None = None
         self._room: Room = {}
         self._wanted = watched.wanted
 
@@ -192,36 +220,29 @@ class Engine:
         watched = self.watched
         # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
         scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        trained = dict(watched.trained())
-        step, session = self._taken(trained) or self._built(trained)
+        built = self._build(watched.trained())
+        step = built.looks.begin(Ledger(self._room))
         step.number, step.loss_scale = number, float(scale)
-        self._trained = trained
-        self._norms = self._weights.begin(trained.items(), step.ledger, step.weights_lie)
-        if self._ended is not None:
-            # When the model has run, the device is busy for a while: the time for what the host has to do.
-            session.look(Target(Site(""), watched.index.modules[""]), lambda value, call: self._model_has_run())
-        session.open(running=watched.by_call)
-        self.step, self._session = step, session
+        self._norms = self._weights.begin(built.trained, step.ledger, step.weights_lie)
+        # What no step has seen yet may be asked for at the end; there is nothing to say of the others.
+        built.session.reports = not built.sites <= self.seen
+        built.session.open(running=watched.by_call)
+        self.step, self._session = step, built.session
 
-    def _built(self, trained: dict[str, Home]) -> tuple[Step, Session]:
-        """A step and its session, which is not open yet."""
-        watched = self.watched
-        step = Step(watched.measure, Units(watched.index), Ledger(self._room))
+    def _build(self, trained: dict[str, Home]) -> Built:
+        """What a step is measured with, not open yet: what there is, if nothing has changed since it was built."""
+        watched, built = self.watched, self._built
+        if built is not None and built.trained is trained and watched.can_begin_anew:
+            built.session.begin_anew()
+            return built
+        looks = Looks(watched.measure, Units(watched.index))
         session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
-        watched.attach(session, step, self._limits, trained)
-        return step, session
-
-    def _taken(self, trained: dict[str, Home]) -> tuple[Step, Session] | None:
-        """What was built ahead, if nothing has changed since."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not self.watched.by_call or _identity(ahead[0]) != _identity(trained):
-            return None
-        return ahead[1]
-
-    def _model_has_run(self) -> None:
-        self.settle()
-        if self.every == 1 and self._ahead is None:
-            self._ahead = self._trained, self._built(self._trained)
+        watched.attach(session, looks, self._limits, trained)
+        # When the model has run, the device is busy for a while: the time for what the host has to do.
+        session.look(Target(Site(""), watched.index.modules[""]), _settling(weakref.ref(self)))
+        sites = frozenset(str(target.site) for target in watched.in_step)
+        self._built = Built(trained, looks, session, sites, watched.compared(trained))
+        return self._built
 
     def hide(self) -> None:
         """What runs until ``show`` is no part of the running step."""
@@ -241,12 +262,13 @@ class Engine:
         # Before anything that may fail: no hook may write to a step that is over.
         step, self.step = self.step, None
         session, self._session = self._session, None
-        if session is not None:
+        if session is not None and self._built is not None:
             session.close()
-            missing = session.recording.missing
-            # A layer may be skipped in one step and run in another: only what no step has seen is reported at the end.
-            self.seen.update(a for a in (str(t.site) for t in self.watched.in_step) if a not in missing)
-            self.missing = missing
+            self._built.looks.end()
+            if session.reports:
+                # A layer may be skipped in one step and run in another: only what no step has seen is reported.
+                self.missing = session.recording.missing
+                self.seen.update(self._built.sites.difference(self.missing))
         return step
 
     def close(self, finished: bool) -> None:
@@ -255,7 +277,7 @@ class Engine:
         if finished:
             self.finish()
         self.abandon()
-        self._ahead, self._trained = None, {}
+        self._built = None
         self.settle()
         self.shared.together.close()
         self._weights.clear()  # copies as large as the model, while the user may keep the handle for its history
@@ -272,7 +294,8 @@ class Engine:
             return
         updates = self._weights.end(step.ledger)
         step.ledger.send()
-        self._ended = Ended(step, self._norms, updates, self.watched.compared(self._trained), by_hand)
+        compared = {} if self._built is None else self._built.compared
+        self._ended = Ended(step, self._norms, updates, compared, by_hand)
         # Nobody waits for a device while there is a next step to give it: the numbers come over meanwhile. Other ranks
         # wait, though, where they have parts of what was measured.
         if now or step.is_shared or not step.ledger.is_far:
@@ -298,5 +321,10 @@ class Engine:
             self.alarms.warn_since(known)
 
 
-def _identity(homes: Mapping[str, Home]) -> list[tuple[str, str, int]]:
-    return [(name, home.way, id(home.parameter)) for name, home in homes.items()]
+def _settling(engine: weakref.ref[Engine]) -> Look:
+    # The engine holds the session, and what is dropped must go at once.
+    def look(value: Any, call: int) -> None:
+        if (found := engine()) is not None:
+            found.settle()
+
+    return look

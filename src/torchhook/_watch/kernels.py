@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchhook import _triton
+
 try:
     import triton
     import triton.language as tl
@@ -25,6 +27,9 @@ def _compiled(function: Callable[..., Any]) -> Any:
     if triton is None:
         return function
     return triton.jit(function, do_not_specialize=["rows", "rows_each", "channels"])
+
+
+launcher = _triton.launcher
 
 
 # Sums are in double precision: of squares, the largest numbers of single precision have some, and the smallest too.

@@ -5,23 +5,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchhook import _torch_foreach
+from torchhook import _torch, _torch_foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import FIELDS, READ, Row, Rows, has_rows, merged, merged_norms
+from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows, merged, merged_norms
 from torchhook._watch.shared import part_norm
+from torchhook._watch.tables import Table
 
 Key = Hashable
 """Where a number is in what ``read`` returns."""
 _SMALL = 1 << 20  # elements: what is larger fills a device alone
 _HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
-Room = dict[torch.device, tuple[int, int, int]]
+
+
+class Known(NamedTuple):
+    """What one step leaves to the next: how much room it needed on a device, and how its tensors were looked at."""
+
+    room: tuple[int, int, int]
+    plans: Plans
+
+
+Room = dict[torch.device, Known]
 
 
 class Ledger:
@@ -36,6 +46,7 @@ class Ledger:
         self._same: dict[Key, Key] = {}
         self._rows: dict[torch.device, Rows] = {}
         self._of_rows: dict[torch.device, tuple[dict[Key, Row], dict[Key, Row]]] = {}
+        self._dtypes: set[tuple[torch.device, torch.dtype]] = set()
         self._keys = count()  # gradients are noted from autograd's threads, one for each device
         self._room: Room = {} if room is None else room
         self._transfers: list[_Transfer] | None = None
@@ -56,8 +67,26 @@ class Ledger:
         self._several[key] = len(tensors)
         return [(key, i) for i in range(len(tensors))]
 
-    def norm(self, tensor: Tensor) -> Key:
-        """Take the norm of what of a tensor lies on this rank, which may be nothing."""
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor, whose type is that of nearly all, is measurable and has a row, found out in few steps."""
+        return (
+            (tensor.device, tensor.dtype) in self._dtypes
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and 0 < tensor.numel() < MOST
+            and not _torch.in_transform()
+            and tensor.untyped_storage().nbytes() > 0
+        )
+
+    def norm(self, tensor: Tensor, plain: bool = False) -> Key:
+        """Take the norm of what of a tensor lies on this rank, which may be nothing; it is ``plain`` if ``takes``."""
+        if plain:
+            key = next(self._keys)
+            self._of_rows[tensor.device][1][key] = self._rows[tensor.device].norm(tensor)
+            return key
+        return self._norm(tensor)
+
+    def _norm(self, tensor: Tensor) -> Key:
         plain = local(tensor)
         if not (has_rows(plain) and measurable(tensor)):
             return self.note(part_norm(tensor))
@@ -92,21 +121,28 @@ class Ledger:
         for keys in groups.values():
             self._same |= zip(keys, self.note_all(_torch_foreach.norms([later[key] for key in keys])), strict=True)
 
-    def statistics(self, measure: Measure, tensor: Tensor, unit: int | None) -> tuple[Measured, Key | None]:
-        """Take the statistics of a tensor, and where it can be done in the same pass, which units of a dim live."""
-        plain = local(tensor)
-        if measure.histograms or not has_rows(plain):
+    def statistics(
+        self, measure: Measure, tensor: Tensor, unit: int | None, plain: bool = False
+    ) -> tuple[Measured | Key, Key | None]:
+        """Take the statistics of a tensor, and where it can be done in the same pass, which units of a dim live.
+
+        The key is that of what ``read`` has of all statistics together. It is ``plain`` if ``takes``.
+        """
+        part = tensor if plain else local(tensor)
+        if measure.histograms or not (plain or has_rows(part)):
             return measure(tensor).map(self.note), None
-        key, (whole, _) = next(self._keys), self._rows_of(plain)
-        row = whole[key] = self._rows[plain.device].statistics(plain, unit)
-        found = Measured(plain.numel(), **{name: (key, name) for name in FIELDS})
-        return measure.only(found), (key, "live") if row.units else None
+        key, (whole, _) = next(self._keys), self._rows_of(part)
+        row = whole[key] = self._rows[part.device].statistics(part, unit)
+        return key, (key, "live") if row.units else None
 
     def _rows_of(self, tensor: Tensor) -> tuple[dict[Key, Row], dict[Key, Row]]:
         device = tensor.device
         if device not in self._of_rows:
-            self._rows[device] = Rows(device, self._room.get(device, (0, 0, 0)))
+            room, plans = self._room.get(device, ((0, 0, 0), {}))
+            self._rows[device] = Rows(device, room, plans)
             self._of_rows[device] = {}, {}
+        if tensor.dtype in READ:
+            self._dtypes.add((device, tensor.dtype))
         return self._of_rows[device]
 
     # -- reading -------------------------------------------------------------------------------------
@@ -121,7 +157,7 @@ class Ledger:
         if self._transfers is None:
             self.take_norms()
             self._transfers = list(self._sent())
-            self._room.update({device: rows.room for device, rows in self._rows.items()})
+            self._room.update({device: Known(rows.room, rows.plans) for device, rows in self._rows.items()})
 
     def _sent(self) -> Iterator[_Transfer]:
         held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self._rows}
@@ -164,9 +200,10 @@ class Ledger:
         whole, norms = self._of_rows[device]
         values: dict[Key, Any] = {}
         if whole:
-            for (key, row), numbers in zip(whole.items(), merged(slots, list(whole.values())).tolist(), strict=True):
-                values |= {(key, name): number for name, number in zip(FIELDS, numbers, strict=True)}
-                values[key, "live"] = row.flags(live)
+            rows = list(whole.values())
+            table = Table([row.size for row in rows], merged(slots, rows))
+            values |= {key: (table, at) for at, key in enumerate(whole)}
+            values |= {(key, "live"): row.flags(live) for key, row in whole.items() if row.units}
         if norms:
             values |= zip(norms, merged_norms(squares, list(norms.values())).tolist(), strict=True)
         return values

@@ -19,7 +19,66 @@ from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger
 from torchhook._watch.shared import Groups, Part, Shared
+from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
+
+
+class Looks:
+    """What hooks call, for all steps: each is shown to the one that is running."""
+
+    def __init__(self, measure: Measure, units: Units) -> None:
+        self.units = units
+        self._measure = measure
+        self._step: Step | None = None
+
+    def begin(self, ledger: Ledger) -> Step:
+        """From here on, all is shown to a new step."""
+        self.units.begin()
+        self._step = step = Step(self._measure, self.units, ledger)
+        return step
+
+    def end(self) -> None:
+        """The step is over, and nothing of it is held on to."""
+        self._step = None
+
+    def value(self, site: str, rectifies: bool) -> Look:
+        def look(value: Any, call: int) -> None:
+            if self._step is not None:
+                self._step.saw(site, value, rectifies)
+
+        return look
+
+    def once(self, site: str) -> Look:
+        """For parameters, which are the same at every call of their module."""
+
+        def look(value: Any, call: int) -> None:
+            if self._step is not None and not self._step.has_seen(site):
+                self._step.saw(site, value, False)
+
+        return look
+
+    def gradient(self, site: str) -> Look:
+        def look(value: Any, call: int) -> None:
+            if self._step is not None:
+                self._step.saw_gradient(site, value)
+
+        return look
+
+    def reduced_gradient(self, site: str) -> Look:
+        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
+
+        def look(gradient: Tensor, call: int) -> None:
+            if self._step is not None:
+                self._step.saw_reduced_gradient(site, gradient)
+
+        return look
+
+    def parameter_gradient(self, site: str, parameter: Tensor) -> Callable[[Tensor | None], None]:
+        def look(gradient: Tensor | None) -> None:
+            if self._step is not None and gradient is not None:  # torch calls hooks where none comes (pytorch#11751)
+                self._step.saw_parameter_gradient(site, parameter, gradient)
+
+        return look
 
 
 class Step:
@@ -37,7 +96,7 @@ class Step:
         """Which values lie on several ranks."""
         self.weights_lie: dict[str, Groups] = {}
         self._measure = measure
-        self._values: dict[str, list[Measured]] = {}
+        self._values: dict[str, list[Measured | Key]] = {}
         """Where their numbers are in the ledger."""
         self._masks: dict[str, list[Key]] = {}
         self._gradients: dict[str, list[Key]] = {}
@@ -46,7 +105,7 @@ class Step:
         self._waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
         self._statistics = _Latest(functools.partial(ledger.statistics, measure))
-        self._gradient_norm = _Latest(lambda tensor, _: (ledger.norm(tensor), None))
+        self._gradient_norm = _Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
 
     @property
     def is_shared(self) -> bool:
@@ -55,60 +114,51 @@ class Step:
 
     # -- what hooks call -----------------------------------------------------------------------
 
-    def look(self, site: str, rectifies: bool) -> Look:
-        def look(value: Any, call: int) -> None:
-            self.ran = True
-            for key, tensor in _parts(site, value):
-                self.lie[key] = sharded_over(tensor)
-                unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
-                mask = None
-                if self._measure.needed:
-                    measured, mask = self._statistics.of(tensor, unit)
-                    self._values.setdefault(key, []).append(measured)
-                if unit is not None:
-                    mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
-                    self._masks.setdefault(key, []).append(mask)
+    def saw(self, site: str, value: Any, rectifies: bool) -> None:
+        """A value has passed."""
+        self.ran = True
+        plain = type(value) is Tensor and self.ledger.takes(value)
+        for key, tensor in ((site, value),) if plain else _parts(site, value):
+            self.lie[key] = () if plain else sharded_over(tensor)
+            unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
+            mask = None
+            if self._measure.needed:
+                measured, mask = self._statistics.of(tensor, unit, plain)
+                if key in self._values:
+                    self._values[key].append(measured)
+                else:
+                    self._values[key] = [measured]
+            if unit is not None:
+                mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
+                self._masks.setdefault(key, []).append(mask)
 
-        return look
+    def has_seen(self, site: str) -> bool:
+        return site in self._values
 
-    def look_once(self, site: str) -> Look:
-        """For parameters, which are the same at every call of their module."""
-        look = self.look(site, False)
-        return lambda value, call: None if site in self._values else look(value, call)
+    def saw_gradient(self, site: str, value: Any) -> None:
+        plain = type(value) is Tensor and self.ledger.takes(value)
+        for key, tensor in ((site, value),) if plain else _parts(site, value):
+            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor, None, plain)[0])
 
-    def look_gradient(self, site: str) -> Look:
-        def look(value: Any, call: int) -> None:
-            for key, tensor in _parts(site, value):
-                self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor)[0])
+    def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
+        self._parameter_gradients[site] = self.ledger.norm(gradient)
 
-        return look
-
-    def look_reduced_gradient(self, site: str) -> Look:
-        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
-
-        def look(gradient: Tensor, call: int) -> None:
-            self._parameter_gradients[site] = self.ledger.norm(gradient)
-
-        return look
-
-    def look_parameter_gradient(self, site: str, parameter: Tensor) -> Look:
-        def look(gradient: Tensor, call: int) -> None:
-            if not (measurable(gradient) or gradient.is_sparse):  # without numbers
-                return
-            before = parameter.grad
-            if before is not None:
-                # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-                self._wait_for_end()
-                self._awaited[site] = (parameter, id(before), version(before))
-                return
-            key = self.ledger.norm_soon(gradient)
-            if key is None:
-                key = self.ledger.norm(_dense(gradient))
-            else:
-                self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
-            self._parameter_gradients[site] = key
-
-        return look
+    def saw_parameter_gradient(self, site: str, parameter: Tensor, gradient: Tensor) -> None:
+        plain = type(gradient) is Tensor and self.ledger.takes(gradient)
+        if not (plain or measurable(gradient) or gradient.is_sparse):  # without numbers
+            return
+        before = parameter.grad
+        if before is not None:
+            # What the optimizer will see is the sum, and it is there when the backward pass has ended.
+            self._wait_for_end()
+            self._awaited[site] = (parameter, id(before), version(before))
+            return
+        key = self.ledger.norm_soon(gradient)
+        if key is None:
+            key = self.ledger.norm(_dense(gradient))
+        else:
+            self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
+        self._parameter_gradients[site] = key
 
     def _wait_for_end(self) -> None:
         if self._waiting is None or self._waiting() is None:
@@ -142,24 +192,38 @@ class Step:
         values |= shared.merge(values, self.lie, by_hand)
         of_weights = self._of_weights(numbers, weights, updates)
         of_weights |= shared.merge(of_weights, self.weights_lie, by_hand)
-        found = {site: summarize(part["parts"], wanted) for site, part in values.items() if "parts" in part}
+        found = {site: self._summary(part["parts"], wanted) for site, part in values.items() if "parts" in part}
         for site, part in (*values.items(), *of_weights.items()):
+            if site not in found:
+                found[site] = {}
             if "norm" in part:
-                _note(found, site, "norm", part["norm"])
+                found[site]["norm"] = part["norm"]
             if "grad_norm" in part:
-                _note(found, site, "grad_norm", self._unscaled(part["grad_norm"]))
+                found[site]["grad_norm"] = part["grad_norm"] / self.loss_scale
             if "update" in part:
-                _note(found, site, "update_ratio", _ratio(part["update"], part["norm"]))
+                found[site]["update_ratio"] = _ratio(part["update"], part["norm"])
         masks = {site: _any([numbers[key] for key in keys]) for site, keys in self._masks.items()}
         for site, mask in masks.items():
-            _note(found, site, "dead", (mask.numel() - int(mask.sum())) / mask.numel())
+            found.setdefault(site, {})["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
         return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
+
+    def _summary(self, parts: list[Measured | tuple[Table, int]], wanted: Sequence[str]) -> dict[str, Any]:
+        if len(parts) == 1 and not isinstance(first := parts[0], Measured):
+            return first[0].summaries(wanted)[first[1]].copy()  # as of nearly all: one call, and all numbers at once
+        return summarize([self._measured(part) for part in parts], wanted)
+
+    def _measured(self, part: Measured | tuple[Table, int]) -> Measured:
+        return part if isinstance(part, Measured) else part[0].measured(part[1], self._measure)
 
     def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
         """What this rank knows of what passed the sites."""
         mine: dict[str, Part] = {
-            site: {"parts": [part.map(numbers.__getitem__) for part in parts]} for site, parts in self._values.items()
+            site: {"parts": [p.map(numbers.__getitem__) if isinstance(p, Measured) else numbers[p] for p in parts]}
+            for site, parts in self._values.items()
         }
+        for site, groups in self.lie.items():
+            if groups and site in mine:  # other ranks have no tables of ours
+                mine[site]["parts"] = [self._measured(part) for part in mine[site]["parts"]]
         # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
         for site, keys in self._gradients.items():
             mine.setdefault(site, {})["grad_norm"] = math.hypot(*(numbers[key] for key in keys))
@@ -176,25 +240,22 @@ class Step:
                 part["update"] = numbers[updates[site]]
         return mine
 
-    def _unscaled(self, gradient: float) -> float:
-        return gradient / self.loss_scale
-
 
 class _Latest:
     """A function that is not called again for the same tensor: what a layer returns, its container often does too."""
 
-    def __init__(self, function: Callable[[Tensor, int | None], tuple[Any, Key | None]]) -> None:
+    def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
         self._tensor: Callable[[], Tensor | None] = lambda: None
         self._version = -1
         self._result: Any = None
 
-    def of(self, tensor: Tensor, unit: int | None = None) -> Any:
+    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
         """What the function makes of a tensor; it may not have been asked for units before."""
         # An inference tensor counts no versions, so a write to it would go unnoticed.
         now = -1 if tensor.is_inference() else version(tensor)
         if now == -1 or now != self._version or self._tensor() is not tensor:
-            self._result = self._function(tensor, unit)
+            self._result = self._function(tensor, unit, plain)
             self._tensor, self._version = weakref.ref(tensor), now
             return self._result
         return self._result if unit is None else (self._result[0], None)
@@ -221,10 +282,6 @@ def _any(masks: list[Tensor]) -> Tensor:
     for mask in masks[1:]:
         found = found | mask if found.shape == mask.shape else mask
     return found
-
-
-def _note(found: dict[str, dict[str, Any]], site: str, name: str, value: float) -> None:
-    found.setdefault(site, {})[name] = value
 
 
 def _ratio(update: float, weight: float) -> float:

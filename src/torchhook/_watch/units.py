@@ -36,13 +36,21 @@ class Units:
     def look(self, module: nn.Module) -> Look:
         """At the output of a layer."""
 
+        by_dims: dict[int, int | None] = {}
+
         def look(value: Any, call: int) -> None:
             if isinstance(value, Tensor) and not value.is_nested:  # which may have no shape at all
-                dim = channel_dim(module, value.dim())
-                if dim is not None:
+                dims = value.ndim
+                if dims not in by_dims:
+                    by_dims[dims] = channel_dim(module, dims)
+                if (dim := by_dims[dims]) is not None:
                     self._dims[value.shape] = dim
 
         return look
+
+    def begin(self) -> None:
+        """A step begins: what the layers made in another says nothing of it."""
+        self._dims.clear()
 
     def dim(self, tensor: Tensor) -> int | None:
         """Which dim of what a rectifier returns tells its units apart; none where that is unknown."""

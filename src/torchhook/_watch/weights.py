@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +28,21 @@ class Weights:
         self._updates = updates
         self._copies: dict[str, Tensor] = {}
         self._now: dict[str, Tensor] = {}
+        self._same: _Same | None = None
+        """How all of them are taken, where nothing has changed since the step before."""
 
-    def begin(self, homes: Iterable[tuple[str, Home]], ledger: Ledger, lie: dict[str, Groups]) -> dict[str, Key]:
+    def begin(self, homes: Mapping[str, Home], ledger: Ledger, lie: dict[str, Groups]) -> dict[str, Key]:
         """Remember what of the parameters lies on this rank; where its norms are in the ledger."""
-        self._now, norms = {}, {}
+        if self._same is not None and self._same.holds(homes):
+            lie |= self._same.lie
+            with torch.no_grad():
+                if self._updates:
+                    for parameters, copies in self._same.groups:
+                        _torch_foreach.copy_(copies, parameters)
+                return self._same.norms([parameters for parameters, _ in self._same.groups], ledger)
+        self._now, self._same, norms = {}, None, {}
         together: dict[str, Tensor] = {}
-        for site, home in homes:
+        for site, home in homes.items():
             # A part may have no elements: its rank takes part in the exchange all the same.
             if measurable(home.value) or (home.groups and not local(home.value).numel()):
                 with contextlib.suppress(*UNREADABLE):  # subclasses that cannot be computed with
@@ -44,10 +54,12 @@ class Weights:
         norms |= _norms(together, ledger)
         if self._updates:
             self._copy()
+        if together.keys() == homes.keys() == self._now.keys() and not any(lie.get(site) for site in homes):
+            self._same = _Same(homes, list(_alike_groups(together)), self._copies, {site: lie[site] for site in homes})
         return norms
 
     def clear(self) -> None:
-        self._copies, self._now = {}, {}
+        self._copies, self._now, self._same = {}, {}, None
 
     def _copy(self) -> None:
         self._copies = {site: copy for site, copy in self._copies.items() if site in self._now}
@@ -65,6 +77,14 @@ class Weights:
 
     def end(self, ledger: Ledger) -> dict[str, Key]:
         """How far the parameters went: where the distances are in the ledger."""
+        if self._same is not None and self._updates:
+            if self._same.holds(self._same.homes):
+                with torch.no_grad():
+                    for parameters, copies in self._same.groups:
+                        _torch_foreach.sub_(copies, parameters)
+                return self._same.norms([copies for _, copies in self._same.groups], ledger)
+            self._now = {site: home.value for site, home in self._same.homes.items()}
+            self._same = None
         norms: dict[str, Key] = {}
         together: dict[str, Tensor] = {}
         for site, parameter in self._now.items():
@@ -82,6 +102,35 @@ class Weights:
         norms |= _norms({site: self._copies[site] for site in together}, ledger)
         self._now = {}
         return norms
+
+
+class _Same:
+    """Plain parameters, all of which go together, and their copies: what is asked of each is asked once."""
+
+    def __init__(
+        self,
+        homes: Mapping[str, Home],
+        sites: list[list[str]],
+        copies: Mapping[str, Tensor],
+        lie: dict[str, Groups],
+    ) -> None:
+        self.homes, self.lie, self._sites = homes, lie, sites
+        self.groups = [([homes[s].value for s in some], [copies[s] for s in some if s in copies]) for some in sites]
+        self._kinds = self._kinds_now()
+
+    def _kinds_now(self) -> list[Any]:
+        # What ``.data`` and ``.to`` can change while the parameter stays the same.
+        return [(p.device, p.dtype, p.shape, type(p)) for parameters, _ in self.groups for p in parameters]
+
+    def holds(self, homes: Mapping[str, Home]) -> bool:
+        return homes is self.homes and self._kinds_now() == self._kinds
+
+    def norms(self, groups: list[list[Tensor]], ledger: Ledger) -> dict[str, Key]:
+        """Where the norms of the tensors are in the ledger, by site."""
+        found: dict[str, Key] = {}
+        for sites, tensors in zip(self._sites, groups, strict=True):
+            found |= zip(sites, ledger.note_all(_torch_foreach.norms(tensors)), strict=True)
+        return found
 
 
 def _goes_together(tensor: Tensor) -> bool:
