@@ -314,14 +314,13 @@ class Session:
     def __del__(self) -> None:
         if self._is_shutting_down():
             return
-        # Dropped while open, or left so by an interrupt. Hooks know nothing of their session, and do not keep it.
+        # Dropped while open, or left so by an interrupt: hooks do not keep their session.
         if (attachment := getattr(self, "_attachment", None)) is not None and not self._closed:
             attachment.remove()
         elif getattr(self, "_given_as", ""):
             never_opened(self._given_as)
 
-    # On the class, because the names of a module may be gone while the interpreter shuts down.
-    _is_shutting_down = staticmethod(sys.is_finalizing)
+    _is_shutting_down = staticmethod(sys.is_finalizing)  # here, for the names of a module may be gone by then
 
     def _close(self, error: BaseException | None) -> None:
         if self._attachment is None or self._closed:
