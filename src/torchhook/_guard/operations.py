@@ -29,6 +29,9 @@ VIEW_NODES = re.compile(
     r"|Unbind|Clone|AsStrided)Backward\d*"
 )
 
+# They put weights together elsewhere, for a kernel to come: what is wrong with one is that kernel's to show.
+MOVES = frozenset({"_cudnn_rnn_flatten_weight"})
+
 # Their memory holds whatever was there before: an old NaN in it is not a value of the model.
 UNINITIALIZED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "Tensor"}

@@ -21,6 +21,7 @@ from torchhook._guard.events import Event, Location
 from torchhook._guard.judge import Judge
 from torchhook._guard.operations import (
     FILLS,
+    MOVES,
     UNINITIALIZED,
     Named,
     arguments,
@@ -143,7 +144,7 @@ class Watcher(Listener):
             return output
         again, call = _is_recomputing(), self.operations[id(module), name]
         self.operations[id(module), name] += not again
-        if name in UNINITIALIZED or is_view(name, outputs, args, kwargs):
+        if name in UNINITIALIZED or name in MOVES or is_view(name, outputs, args, kwargs):
             if name in UNINITIALIZED:
                 self._uninitialized.add(outputs[0])
             self._last_checked = weakref.ref(outputs[-1])
