@@ -361,7 +361,17 @@ def lens_work() -> Work:
 def lens_per_call(work: Work, names: list[str]) -> Run:
     if isinstance(work.model, Logits) or not hasattr(work.model, "run_with_cache"):
         raise NotOffered("for language models that it knows")
-    return lambda: singly(dict(work.model.run_with_cache(*work.args, names_filter=names)[1]))
+
+    def run() -> Found:
+        cache = work.model.run_with_cache(*work.args, names_filter=names)[1]
+        return Lazily(lambda name: [_heads_side_by_side(name, cache[name])] if name in cache else [])
+
+    return run
+
+
+def _heads_side_by_side(name: str, value: Tensor) -> Tensor:
+    """It shows queries, keys, values and what goes into the projection by head: the same numbers in another layout."""
+    return value.flatten(2) if name.endswith(("q.hook_out", "k.hook_out", "v.hook_out", "o.hook_in")) else value
 
 
 def torchlens_per_call(work: Work, names: list[str]) -> Run:

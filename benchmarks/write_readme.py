@@ -58,7 +58,9 @@ NOTES = {
     "each way has a process of its own. In brackets: how many of the values that came are wrong. *One*, *few* and "
     "*all* are the sites asked for; *per call* opens and closes for each call, *held* stays open.\n\n"
     "torchvision's extractor leaves out what comes after the last site, and captum's gradients those of the "
-    "parameters, so that they can be below 1.",
+    "parameters, so that they can be below 1. Where a block and the layer that it ends with are both asked for, one "
+    "node of the extractor answers one of them, and the other gets the node before: the wrong ones of ViT are of this "
+    "kind, and right when asked for alone; those of ResNet-18 were overwritten.",
     "features": "1 is the forward passes alone, and more is better.",
     "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
     "growth": "Lines by least squares, in processor time.",
