@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
@@ -18,6 +17,9 @@ from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 Shape = tuple[Any, ...]
 
@@ -65,6 +67,8 @@ def _counting() -> Iterator[FlopCounterMode]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         # Fused attention counts as nothing on a CPU: let it be what it stands for, two matrix products.
+        from torch.utils.flop_counter import FlopCounterMode  # not before: whoever counts nothing needs none of it
+
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             yield counter
     finally:
