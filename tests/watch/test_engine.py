@@ -75,7 +75,6 @@ def test_an_evaluated_model_has_values_and_no_gradients(mode: Any) -> None:
 @pytest.mark.shows("Compiled: watch")
 @pytest.mark.slow
 def test_a_compiled_model_is_measured_at_due_steps_and_compiled_at_the_others() -> None:
-    torch.compiler.reset()  # of one forward, torch compiles so many versions and no more
     torch._dynamo.reset()
     frames = []
 
