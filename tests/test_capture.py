@@ -325,24 +325,3 @@ def test_the_signature_of_capture_has_the_names_of_the_contract() -> None:
     names = set(inspect.signature(th.capture).parameters)
     assert names >= {"keep", "device", "dtype", "transform", "max_records", "stop", "exclude", "threads"}
     assert set(inspect.signature(th.run).parameters) >= {"capture", "stop", "keep", "device", "dtype", "transform"}
-
-
-def test_of_all_modules_those_that_do_not_run_are_noted_without_a_warning() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    model, x = Branch(), torch.ones(1, 2)
-    with th.capture(model) as rec:
-        model(x)
-    assert list(rec.missing) == ["unused"]
-    _, rec = th.run(model, x)
-    assert list(rec.missing) == ["unused"]
-    with pytest.warns(NeverRanWarning, match="unused"), th.capture(model, "*"):  # who names it wants it
-        model(x)
-    with pytest.warns(NeverRanWarning, match="was not called"), th.capture(model):
-        pass

@@ -97,8 +97,6 @@ def capture(
         if stop:
             session.stop_when_seen(targets)
 
-    if not selectors:
-        session.takes_all()
     session.prepare(build)
     return session.handed_out("what th.capture(…) returned")
 

@@ -174,13 +174,13 @@ def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     return "no gradient reached it: call backward inside the block, on something that depends on it."
 
 
-def tell(recording: Recording, missing_too: bool) -> None:
+def tell(recording: Recording) -> None:
     """Warn of what was replaced while a session was open, and of what never ran."""
     missing, replaced = recording.missing, recording.replaced
     if only := [address for address in replaced if address not in missing]:
         lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
         warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
-    if missing and missing_too:
+    if missing:
         lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
         more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
         what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"

@@ -53,7 +53,6 @@ class Session:
         self.reports = True
         """Whether it notes in its recording what never ran, and why."""
         self._given_as = ""
-        self._takes_all = False
         self._recipe: Callable[[Session], None] | None = None
         self._begin()
 
@@ -170,10 +169,6 @@ class Session:
     def edited_in_segments(self) -> list[Site]:
         """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
         return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
-
-    def takes_all(self) -> None:
-        """Nothing was selected, so every module was: those that do not run are noted, without a warning."""
-        self._takes_all = True
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -338,8 +333,7 @@ class Session:
                 RecomputeWarning,
             )
         if error is None and self._warn:
-            # Of all modules, some are rarely called; whoever names one wants it.
-            never_ran.tell(self.recording, missing_too=not self._takes_all or not self._taps.any_ran)
+            never_ran.tell(self.recording)
 
     def _explain(self, error: BaseException) -> None:
         """A loss on a value that is off the graph: torch does not know who took it off."""
