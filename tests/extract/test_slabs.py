@@ -56,7 +56,9 @@ def test_every_pattern_of_bits_of_a_short_float_is_judged_right(dtype):
     strange = np.flatnonzero(~judged).tolist()
     assert bad_rows(slab, slab.columns["a"], overflow=True) == strange
     # Each alone: one that is taken for a number must not pass because of another that is not.
-    finite = numbers[torch.from_numpy(judged)]
+    # By their bits: the oldest torch picks no elements of the shortest floats.
+    bits = numbers.view(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    finite = bits[torch.from_numpy(judged)].view(dtype)
     slab.columns["a"].data[: len(finite)] = finite
     slab.rows = len(finite)
     assert bad_rows(slab, slab.columns["a"], overflow=True) == []
