@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,10 @@ def run(name: str, python: str) -> int:
     source = str(ROOT / "src")
     paths = os.pathsep.join([source, os.environ["PYTHONPATH"]]) if "PYTHONPATH" in os.environ else source
     print(f"\n== {name} ==", flush=True)
-    done = subprocess.run(
-        [python, str(HERE / f"{name}.py"), "--json", str(path)], env=os.environ | {"PYTHONPATH": paths}
-    )
+    command = [python, str(HERE / f"{name}.py"), "--json", str(path)]
+    if name == "hotspots" and shutil.which("valgrind"):
+        command.append("--instructions")
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths})
     if path.exists():
         add_environment(path)
     return done.returncode
