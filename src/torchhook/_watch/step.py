@@ -88,7 +88,7 @@ class Step:
         self.number = 0
         self.loss_scale: float = 1.0
         self.ledger = ledger
-        self.ran = False
+        self.ran: bool = False
         """Whether anything passed at all."""
         self.units = units
         # Apart: while its module runs, FSDP's weight is whole on every rank, and a site too.
