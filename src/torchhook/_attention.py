@@ -100,9 +100,10 @@ class _Attending(Session):
         self._not_chosen = {key: every[key] for key in every.keys() - self._chosen.keys()}
         self._others: dict[str, None] = {}
         self._device = device
-        self.prepare(_Attending._build)
+        self.prepare(_build)
 
-    def _build(self) -> None:
+    def build(self) -> None:
+        """For one opening."""
         index, recording, keep = self.index, self.recording, Keep(device=self._device)
         self._others.clear()
         for key, path in self._not_chosen.items():
@@ -135,6 +136,12 @@ class _Attending(Session):
             "nor nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
             "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
         )
+
+
+# No method of the session that holds it: that would be a cycle, freed only when the collector comes by.
+def _build(session: Session) -> None:
+    assert isinstance(session, _Attending)
+    session.build()
 
 
 def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]) -> None:
