@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._sweep import sweep
+from torchhook._sweep.api import sweep
 
 SIZES = {
     "tiny (4 blocks of 128)": {"n_layer": 4, "n_embd": 128, "n_head": 4},
