@@ -61,8 +61,8 @@ def sweep(
     ``batch`` patches share a forward pass, stacked along dim 0: as many as make 32 examples, unless said otherwise; 1
     is one by one. The first and last of them are checked against passes of their own. A model that mixes the examples
     of a batch, or draws random numbers for each, is found out there; the sweep then goes one by one and says so in
-    ``notes``. The model runs without gradients but for an estimate, in the mode it is in, each time from the same random numbers. It and
-    the process are left as they were: modes, buffers, caches, gradients.
+    ``notes``. The model runs without gradients, but for an estimate, in the mode it is in, each time from the same
+    random numbers. It and the process are left as they were: modes, buffers, caches, gradients.
     """
     if batch is not None and batch < 1:
         raise ValueError(f"batch={batch}: give the number of patches in one forward pass, at least 1.")

@@ -81,7 +81,7 @@ class Runner:
         return [number(self.metric, self._part(output, copy, copies)) for copy in range(copies)]
 
     def _by_way_of(self, recording: Recording, inputs: Inputs) -> Any:
-        """The corrupted run again, without the patch, but with what the patch made of the sites that it goes through."""
+        """The corrupted run again: not with the patch, but with what it made of the sites that it goes through."""
         session = Session(self.model, index=self.index, warn=False)
         for target in self.through:
             if target.site not in recording:
