@@ -1,4 +1,4 @@
-"""Activation patching over every block and position of a GPT-2: ``th.sweep``, run and estimated, against a loop written by hand.
+"""Activation patching over blocks and positions of a GPT-2: ``th.sweep``, run and estimated, and a loop by hand.
 
     python benchmarks/sweep.py [--rounds 5] [--json out.json]
 

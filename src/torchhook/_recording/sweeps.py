@@ -100,8 +100,9 @@ class Sweep:
         cells = numbers.tolist()
         rows = [[shown(site), *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
         kind = "0 is corrupted, 1 is clean" if scaled else "the metric itself"
+        sites = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
         how = f", estimated by {self.estimate}" if self.estimate else ""
-        title = f"Sweep of {len(self.sites)} site{'s' * (len(self.sites) != 1)}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
+        title = f"Sweep of {sites}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
         return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)
 
     def __repr__(self) -> str:
