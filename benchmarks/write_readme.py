@@ -25,7 +25,7 @@ INTRODUCTION = """# Benchmarks
 `PYTHONPATH=src python benchmarks/gpu.py --json benchmarks/results/gpu.json`, then `python benchmarks/write_readme.py`.
 
 Every figure is a ratio, measured side by side in one run: the ways take turns, in a new order each round, and medians
-are compared. *Wrong values* are judged by bare PyTorch hooks that do `.detach().clone()`; a value that was overwritten
+are compared; half of the rounds lie between the two numbers beside a ratio. *Wrong values* are judged by bare PyTorch hooks that do `.detach().clone()`; a value that was overwritten
 in place before anybody could read it is wrong. A peer that fails is shown with its own message, shortened.
 
 | program | what it shows |
@@ -64,7 +64,8 @@ NOTES = {
     "features": "1 is the forward passes alone, and more is better.",
     "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
     "growth": "Lines by least squares, in processor time.",
-    "extract": "Ratios to the bound that each table names.",
+    "extract": "To disk, 1 is the bound, the slower of the forward passes and a raw write, and more is better. Memory and "
+    "reading are ratios to what each line names after the slash.",
     "sweep": "The loop written by hand is 1.",
     "watch": "The plain training step is 1.",
     "guard": "The plain step is 1.",
@@ -103,10 +104,15 @@ def plain_tables(rows: list[Row]) -> Iterator[str]:
     for work in dict.fromkeys(row.work for row in rows):
         mine = [row for row in rows if row.work == work]
         # Columns in which nothing stands are left out.
-        cells = [row.cells() for row in mine]
-        heads = ["way", "ratio", "must reach", "aim", "verdict", "wrong values", "note"]
+        cells = [[*row.cells()[:2], between(row), *row.cells()[2:]] for row in mine]
+        heads = ["way", "ratio", "half of the rounds", "must reach", "aim", "verdict", "wrong values", "note"]
         used = [place for place in range(len(heads)) if place < 2 or any(line[place] for line in cells)]
         yield f"**{work}**\n\n" + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
+
+
+def between(row: Row) -> str:
+    """Where half of the rounds are; nothing for what the others are compared with."""
+    return "" if row.low is None or row.high is None or row.low == row.high else f"{shown(row.low)}–{shown(row.high)}"
 
 
 def pivots(rows: list[Row]) -> Iterator[str]:
@@ -141,8 +147,11 @@ def foreign(found: dict[str, Any]) -> Iterator[str]:
     """Tables of programs that have their own form: lists of results, or ratios by name, perhaps by table."""
     if isinstance(found.get("results"), list):
         results = found["results"]
-        heads = [head for head in results[0] if head not in ("notes", "milliseconds") and "(s)" not in head]
-        yield table(heads, [[_number(result.get(head)) for head in heads] for result in results])
+        left_out = ("notes", "milliseconds")
+        heads = [head for head in results[0] if head not in left_out and "(s)" not in head]
+        heads = [head for head in heads if any(result.get(head) is not None for result in results)]
+        lines = [[_number(result.get(head)) for head in heads] for result in results]
+        yield table([head.replace("_", " ") for head in heads], lines)
         return
     flat = {name: value for name, value in found.items() if isinstance(value, (int, float))}
     if flat:
@@ -150,7 +159,8 @@ def foreign(found: dict[str, Any]) -> Iterator[str]:
     for name, values in found.items():
         if isinstance(values, dict) and all(isinstance(value, (int, float)) for value in values.values()):
             lines = [[way, _number(value)] for way, value in values.items()]
-            yield f"**{name}**\n\n" + table(["", "ratio"], lines)
+            kind = "ratio" if any(isinstance(value, float) for value in values.values()) else "count"
+            yield f"**{name}**\n\n" + table(["", kind], lines)
 
 
 def _number(value: Any) -> str:
