@@ -233,7 +233,9 @@ def peak_memory() -> tuple[Table, dict[str, float]]:
         found[rows] = int(done.stdout) * 1024
     ratio = found[50_000] / found[5_000]
     lines = [[f"{rows:,}", f"{nbytes / 1e6:,.0f}", f"{nbytes / found[5_000]:.2f}"] for rows, nbytes in found.items()]
-    return Table("Peak memory of a process", [">rows", ">MB", ">ratio"], lines), {"peak with 50,000 rows / with 5,000": ratio}
+    return Table("Peak memory of a process", [">rows", ">MB", ">ratio"], lines), {
+        "peak with 50,000 rows / with 5,000": ratio
+    }
 
 
 def in_turns(rounds: int, *runs: Callable[[], float]) -> list[float]:
@@ -300,7 +302,9 @@ def reading(rounds: int) -> tuple[Table, dict[str, float]]:
         for name, t in (("DataLoader", store), ("dataset.loader", fast)):
             line = [f"shuffled epoch, {width} floats, {name}, rows/s", *(f"{len(x) / s:,.0f}" for s in (t, memory))]
             lines.append([*line, f"{memory / t:.2f}"])
-            ratios[f"a shuffled epoch of rows of {width} floats by {name}, rows a second / those of a tensor in memory"] = memory / t
+            ratios[
+                f"a shuffled epoch of rows of {width} floats by {name}, rows a second / those of a tensor in memory"
+            ] = memory / t
         shutil.rmtree(folder)
     columns = ["reading", ">store", ">numpy memmap / tensor in memory", ">ratio"]
     return Table("Reading", columns, lines), ratios

@@ -1,5 +1,7 @@
 """Write ``benchmarks/README.md`` from the JSON in ``results/``, and from what ``where_the_time_goes.md`` says.
 
+The lines with numbers in the table of the front page are written too.
+
 python benchmarks/write_readme.py
 """
 
@@ -10,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results import Row, goal, shown
+from results import ROOT, Row, goal, shown
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
 WORDS = HERE / "where_the_time_goes.md"
+FRONT = ROOT / "README.md"
 
 INTRODUCTION = """# Benchmarks
 
@@ -208,9 +211,82 @@ def hotspots(found: dict[str, Any]) -> str:
     return "\n\n".join([*parts, origin(found.get("environment"))])
 
 
+# -- the table of the front page -----------------------------------------------------------------------------------
+
+COMPARED = [
+    "torchhook",
+    "bare hooks, clone",
+    "TorchHook 0.2.7",
+    "torchvision fx",
+    "captum LayerActivation",
+    "nnsight",
+    "TransformerLens",
+]
+HOST, LARGE = "ResNet-50 b64, six stages to the host", "Llama of 6.6 billion parameters, 8x1024 tokens, 32 blocks"
+
+
+def front(text: str) -> str:
+    """The front page with the numbers of the results in the lines of its table that have numbers."""
+    lines = text.splitlines()
+    for title, cells in measured().items():
+        [place] = [n for n, line in enumerate(lines) if line.startswith(f"| {title} |")]
+        lines[place] = "| " + " | ".join([title, *cells]) + " |"
+    return "\n".join(lines) + "\n"
+
+
+def measured() -> dict[str, list[str]]:
+    """The lines of that table, by their titles."""
+    rows = {name: _rows(name) for name in ("capture", "gpu")}
+    resnet = [_all_layers(rows["capture"], "ResNet-18", way) for way in COMPARED]
+    small = [_all_layers(rows["capture"], "100 small layers", way) for way in COMPARED]
+    rest = [""] * (len(COMPARED) - 2)
+    host = [_gpu(rows["gpu"], HOST, way) for way in ("session per call, device='cpu'", "bare hooks, .cpu()")]
+    large = [
+        [_gpu(rows["gpu"], LARGE, way) for way in ways]
+        for ways in (
+            ("kept on the GPU, session per call", "device='cpu', session per call"),
+            ("bare hooks, clone", "bare hooks, .cpu()"),
+        )
+    ]
+    return {
+        "wrong values, all layers of ResNet-18": [f"{row.wrong} of {row.values}" if row else "" for row in resnet],
+        "cost, all layers of ResNet-18": [_ratio(row) for row in resnet],
+        "cost, 100 tiny layers": [_ratio(row) for row in small],
+        "cost, ResNet-50 on an H200, six stages to the host": [
+            _ratio(host[0]),
+            f"{_ratio(host[1])} by `.cpu()`",
+            *rest,
+        ],
+        "cost, a decoder of 6.6 billion parameters on an H200, 32 blocks (2.1 GB) kept there / to the host": [
+            " / ".join(map(_ratio, large[0])),
+            " / ".join(map(_ratio, large[1])) + " by `.cpu()`",
+            *rest,
+        ],
+    }
+
+
+def _rows(name: str) -> list[Row]:
+    return [Row(**row) for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
+
+
+def _all_layers(rows: list[Row], work: str, way: str) -> Row | None:
+    """For each call, or for a way that has only that, held."""
+    mine = {row.column: row for row in rows if (row.work, row.way) == (work, way) and row.ratio is not None}
+    return mine.get("all, per call") or mine.get("all, held")
+
+
+def _gpu(rows: list[Row], work: str, way: str) -> Row | None:
+    return next((row for row in rows if (row.work, row.way) == (work, way)), None)
+
+
+def _ratio(row: Row | None) -> str:
+    return "" if row is None or row.ratio is None else f"{row.ratio:.2f}" if row.ratio < 20 else f"{row.ratio:.0f}"
+
+
 def main() -> None:
     README.write_text(readme())
-    print(f"wrote {README}")
+    FRONT.write_text(front(FRONT.read_text()))
+    print(f"wrote {README} and the numbers in {FRONT}")
 
 
 if __name__ == "__main__":

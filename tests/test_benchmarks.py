@@ -246,6 +246,23 @@ def test_the_page_in_the_repository_is_the_one_that_its_figures_give(benchmarks:
     assert writer.README.read_text() == writer.readme(), "run: python benchmarks/write_readme.py"
 
 
+def test_the_numbers_of_the_front_page_are_those_of_the_results(benchmarks: dict[str, ModuleType]) -> None:
+    writer = benchmarks["write_readme"]
+    page = writer.FRONT.read_text()
+    assert page == writer.front(page), "run: python benchmarks/write_readme.py"
+    # By hand, from the file itself: the line of the wrong values.
+    rows = json.loads((writer.RESULTS / "capture.json").read_text())["rows"]
+    ours = [row for row in rows if (row["work"], row["way"]) == ("ResNet-18", "torchhook")]
+    [row] = [row for row in ours if row["column"] == "all, per call"]
+    assert f"| wrong values, all layers of ResNet-18 | {row['wrong']} of {row['values']} |" in page
+    assert f"| cost, all layers of ResNet-18 | {row['ratio']:.2f} |" in page
+
+
+def test_a_front_page_without_its_lines_is_an_error(benchmarks: dict[str, ModuleType]) -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        benchmarks["write_readme"].front("# A page\n")
+
+
 def test_the_programs_say_what_they_are_and_parse() -> None:
     import ast
 
