@@ -28,8 +28,9 @@ INTRODUCTION = """# Benchmarks
 `PYTHONPATH=src python benchmarks/gpu.py --json benchmarks/results/gpu.json`, then `python benchmarks/write_readme.py`.
 
 Every figure is a ratio, measured side by side in one run: the ways take turns, in a new order each round, and medians
-are compared; half of the rounds lie between the two numbers beside a ratio. *Wrong values* are judged by bare PyTorch hooks that do `.detach().clone()`; a value that was overwritten
-in place before anybody could read it is wrong. A peer that fails is shown with its own message, shortened.
+are compared; half of the rounds lie between the two numbers beside a ratio. *Wrong values* are judged by bare PyTorch
+hooks that do `.detach().clone()`; a value that was overwritten in place before anybody could read it is wrong. A peer
+that fails is shown with its own message, shortened.
 
 | program | what it shows |
 |---|---|
@@ -67,8 +68,8 @@ NOTES = {
     "features": "1 is the forward passes alone, and more is better.",
     "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
     "growth": "Lines by least squares, in processor time.",
-    "extract": "To disk, 1 is the bound, the slower of the forward passes and a raw write, and more is better. Memory and "
-    "reading are ratios to what each line names after the slash.",
+    "extract": "To disk, 1 is the bound, the slower of the forward passes and a raw write, and more is better. Memory "
+    "and reading are ratios to what each line names after the slash.",
     "sweep": "The loop written by hand is 1.",
     "watch": "The plain training step is 1.",
     "guard": "The plain step is 1.",
