@@ -221,13 +221,21 @@ COMPARED = [
     "torchvision fx",
     "captum LayerActivation",
     "nnsight",
-    "TransformerLens",
 ]
 HOST, LARGE = "ResNet-50 b64, six stages to the host", "Llama of 6.6 billion parameters, 8x1024 tokens, 32 blocks"
+ON_A_GPU = {
+    "ResNet-50, six stages to the host": (HOST, "session per call, device='cpu'", ".cpu()"),
+    "a decoder of 6.6 billion parameters, 32 blocks (2.1 GB) kept on the GPU": (
+        LARGE,
+        "kept on the GPU, session per call",
+        "clone",
+    ),
+    "the same, to the host": (LARGE, "device='cpu', session per call", ".cpu()"),
+}
 
 
 def front(text: str) -> str:
-    """The front page with the numbers of the results in the lines of its table that have numbers."""
+    """The front page with the numbers of the results in the lines of its tables that have numbers."""
     lines = text.splitlines()
     for title, cells in measured().items():
         [place] = [n for n, line in enumerate(lines) if line.startswith(f"| {title} |")]
@@ -236,34 +244,20 @@ def front(text: str) -> str:
 
 
 def measured() -> dict[str, list[str]]:
-    """The lines of that table, by their titles."""
-    rows = {name: _rows(name) for name in ("capture", "gpu")}
-    resnet = [_all_layers(rows["capture"], "ResNet-18", way) for way in COMPARED]
-    small = [_all_layers(rows["capture"], "100 small layers", way) for way in COMPARED]
-    rest = [""] * (len(COMPARED) - 2)
-    host = [_gpu(rows["gpu"], HOST, way) for way in ("session per call, device='cpu'", "bare hooks, .cpu()")]
-    large = [
-        [_gpu(rows["gpu"], LARGE, way) for way in ways]
-        for ways in (
-            ("kept on the GPU, session per call", "device='cpu', session per call"),
-            ("bare hooks, clone", "bare hooks, .cpu()"),
-        )
-    ]
-    return {
+    """Those lines, by their titles."""
+    rows = _rows("capture")
+    resnet = [_all_layers(rows, "ResNet-18", way) for way in COMPARED]
+    small = [_all_layers(rows, "100 small layers", way) for way in COMPARED]
+    found = {
         "wrong values, all layers of ResNet-18": [f"{row.wrong} of {row.values}" if row else "" for row in resnet],
         "cost, all layers of ResNet-18": [_ratio(row) for row in resnet],
         "cost, 100 tiny layers": [_ratio(row) for row in small],
-        "cost, ResNet-50 on an H200, six stages to the host": [
-            _ratio(host[0]),
-            f"{_ratio(host[1])} by `.cpu()`",
-            *rest,
-        ],
-        "cost, a decoder of 6.6 billion parameters on an H200, 32 blocks (2.1 GB) kept there / to the host": [
-            " / ".join(map(_ratio, large[0])),
-            " / ".join(map(_ratio, large[1])) + " by `.cpu()`",
-            *rest,
-        ],
     }
+    rows = _rows("gpu")
+    for title, (work, ours, bare) in ON_A_GPU.items():
+        beside = _ratio(_gpu(rows, work, f"bare hooks, {bare}"))
+        found[title] = [_ratio(_gpu(rows, work, ours)), f"{beside} by `.{bare.strip('.()')}()`"]
+    return found
 
 
 def _rows(name: str) -> list[Row]:
@@ -281,6 +275,7 @@ def _gpu(rows: list[Row], work: str, way: str) -> Row | None:
 
 
 def _ratio(row: Row | None) -> str:
+    """Two decimals are enough for a first look."""
     return "" if row is None or row.ratio is None else f"{row.ratio:.2f}" if row.ratio < 20 else f"{row.ratio:.0f}"
 
 
