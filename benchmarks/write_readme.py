@@ -111,7 +111,7 @@ def plain_tables(rows: list[Row]) -> Iterator[str]:
         cells = [[*row.cells()[:2], between(row), *row.cells()[2:]] for row in mine]
         heads = ["way", "ratio", "half of the rounds", "must reach", "aim", "verdict", "wrong values", "note"]
         used = [place for place in range(len(heads)) if place < 2 or any(line[place] for line in cells)]
-        yield f"**{work}**\n\n" + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
+        yield bold(work) + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
 
 
 def between(row: Row) -> str:
@@ -130,7 +130,7 @@ def pivots(rows: list[Row]) -> Iterator[str]:
             lines.append([way, *(cells.get(column, "") for column in columns)])
             notes = dict.fromkeys(row.note for row in mine if row.way == way and row.ratio is None and row.note)
             said += [f"{way}: {note}" for note in notes]
-        text = f"**{work}**\n\n" + table(["way", *columns], lines)
+        text = bold(work) + table(["way", *columns], lines)
         yield text + ("\n\n" + "\n".join(f"- {note}" for note in said) if said else "")
 
 
@@ -164,13 +164,18 @@ def foreign(found: dict[str, Any]) -> Iterator[str]:
         if isinstance(values, dict) and all(isinstance(value, (int, float)) for value in values.values()):
             lines = [[way, _number(value)] for way, value in values.items()]
             kind = "ratio" if any(isinstance(value, float) for value in values.values()) else "count"
-            yield f"**{name}**\n\n" + table(["", kind], lines)
+            yield bold(name) + table(["", kind], lines)
 
 
 def _number(value: Any) -> str:
     if isinstance(value, float):
         return shown(value) if value >= 0.001 or value == 0 else f"{value:.1e}"
     return "" if value is None else str(value)
+
+
+def bold(title: str) -> str:
+    """A line above a table; an asterisk in it is one that is meant."""
+    return "**" + title.replace("*", "\\*") + "**\n\n"
 
 
 def table(heads: list[str], lines: list[list[str]]) -> str:

@@ -175,7 +175,7 @@ def test_the_page_has_every_row_with_its_wrong_values_and_its_origin(
     monkeypatch.setattr(writer, "RESULTS", tmp_path)
     report = results.Report("toy", tmp_path / "capture.json")
     report.add(
-        results.Row("Limit", "ours", 1.5, 1.15, None, 0, 3, low=1.4, high=1.6),
+        results.Row("Limit of h.*.attn", "ours", 1.5, 1.15, None, 0, 3, low=1.4, high=1.6),
         results.Row("ResNet-18", "peer", 1.25, wrong=17, values=67, column="all, per call"),
         results.Row("ResNet-18", "peer", None, column="one, held", note="TraceError: a | b"),
     )
@@ -185,6 +185,7 @@ def test_the_page_has_every_row_with_its_wrong_values_and_its_origin(
     )
     page = writer.readme()
     assert "| ours | 1.500 | 1.400–1.600 | 1.15 | MISSED | 0 of 3 |" in page
+    assert "**Limit of h.\\*.attn**\n" in page
     assert "| peer | 1.250 (**17 of 67 wrong**) | fails |" in page
     assert "- peer: TraceError: a | b" in page
     assert "| every=1 | 1.500 | 1.600 |" in page
