@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the documentation, all by the library itself: ``python examples/pictures.py``.
+"""Make the pictures of the README and the documentation, all by the library: ``python -m examples.pictures``.
 
 The screenshot of the report needs Playwright and a Chromium; without them it is left as it is.
 """
@@ -70,6 +70,8 @@ def trained() -> None:
 def resnet18() -> nn.Module:
     """With random weights: its trained ones would have to be downloaded."""
     import torchvision
+
+    from tests import conftest  # noqa: F401  (torchvision beside a CPU build of torch)
 
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.resnet18(weights=None)
