@@ -5,6 +5,7 @@ The screenshot of the report needs Playwright and a Chromium; without them it is
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -69,9 +70,8 @@ def trained() -> None:
 
 def resnet18() -> nn.Module:
     """With random weights: its trained ones would have to be downloaded."""
+    importlib.import_module("tests.conftest")  # it makes torchvision work beside a CPU build of torch
     import torchvision
-
-    from tests import conftest  # noqa: F401  (torchvision beside a CPU build of torch)
 
     torch.manual_seed(0)
     model: nn.Module = torchvision.models.resnet18(weights=None)
