@@ -50,9 +50,9 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
         return KnownHeads(why_not=f"neither {where} nor a config around it says how many heads there are")
     joined, why_not = _lies_joined(inside, site.op, site.port, index.find(site.path))
     sections = _first([attention], ("split_size",))
-    return KnownHeads(
-        where, queries, _keys(sources, queries), _dims(sources, queries), sections, site.op, joined, why_not
-    )
+    sinks = getattr(attention, "sinks", None) is not None
+    keys, dims = _keys(sources, queries), _dims(sources, queries)
+    return KnownHeads(where, queries, keys, dims, sections, site.op, sinks, joined, why_not)
 
 
 def _attention(chain: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> int | None:

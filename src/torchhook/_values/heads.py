@@ -29,6 +29,8 @@ class KnownHeads(NamedTuple):
     """The size of one of query, key and value, where a projection holds them one after the other and says so."""
     op: str | None = None
     """The operation whose value it is."""
+    sinks: bool = False
+    """Whether the softmax is taken over one column more than there are keys."""
     joined: bool = False
     """Whether heads lie side by side here: after the projection that makes them, or before the one that joins them."""
     why_not: str = "the modules around a site are known in a session only"

@@ -143,7 +143,7 @@ def part(
         sizes = [axis.groups] * (axis.groups > 1) + [axis.count, shape[axis.dim] // (axis.groups * axis.count)]
         shape[axis.dim : axis.dim + 1] = sizes
     chosen = {"rows": rows, "positions": positions, "heads": heads}
-    found = {dims[name]: _index(_which(chosen[name]), shape, dims[name], name, known) for name in dims}
+    found = {dim: _index(_which(chosen[name]), shape[dim], name, known) for name, dim in dims.items()}
     split = _identity if axis is None or not axis.joined else _splitting(axis)
     lines = dims.get("positions") if _has_lines(positions) else None
     arranged, index = _arranged(found, shape, dims.get("rows"), lines, split)
@@ -224,9 +224,17 @@ def _identity(tensor: Tensor) -> Tensor:
 # -- from choices to an index ---------------------------------------------------------------------------------------
 
 
-def _index(which: Any, shape: Sequence[int], dim: int, name: str, known: KnownHeads) -> slice | Tensor:
-    """A choice as a slice that counts from the front, or as the numbers that it stands for."""
-    size = shape[dim]
+def _index(which: Any, size: int, name: str, known: KnownHeads) -> slice | Tensor:
+    two = isinstance(which, Tensor) and which.dim() == 2
+    return _lines(which, size, name, known) if two else index(which, size, name, known)
+
+
+def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slice | Tensor:
+    """A choice as a slice that counts from the front, or as the numbers that it stands for.
+
+    >>> index(-1, 5, "keys"), index([3, -5], 5, "keys")
+    (slice(4, 5, None), tensor([3, 0]))
+    """
     if which is None:
         return slice(None)
     if isinstance(which, int):
@@ -241,7 +249,7 @@ def _index(which: Any, shape: Sequence[int], dim: int, name: str, known: KnownHe
         if len(set(numbers)) < len(numbers):
             raise NoPart(f"{name}={which} names one twice among {size}.")
         return torch.tensor(numbers)
-    return _lines(which, shape, dim, name, known) if which.dim() == 2 else _mask(which, size, name)
+    return _mask(which, size, name)
 
 
 def _inside(which: Sequence[int], size: int, name: str, known: KnownHeads) -> list[int]:
@@ -258,15 +266,15 @@ def _mask(mask: Tensor, size: int, name: str) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-def _lines(lines: Tensor, shape: Sequence[int], dim: int, name: str, known: KnownHeads) -> Tensor:
+def _lines(lines: Tensor, size: int, name: str, known: KnownHeads) -> Tensor:
     if lines.dtype == torch.bool:
-        if lines.shape[1] != shape[dim]:
-            raise NoPart(f"the mask of {name} is {lines.shape[1]} long, and there are {shape[dim]}.")
+        if lines.shape[1] != size:
+            raise NoPart(f"the mask of {name} is {lines.shape[1]} long, and there are {size}.")
         return lines
     for line in lines.tolist():
-        if len(set(_inside(line, shape[dim], name, known))) < len(line):
-            raise NoPart(f"{name}={line} names one twice among {shape[dim]}.")
-    return lines % shape[dim]
+        if len(set(_inside(line, size, name, known))) < len(line):
+            raise NoPart(f"{name}={line} names one twice among {size}.")
+    return lines % size
 
 
 def _arranged(

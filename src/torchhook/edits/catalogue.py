@@ -22,6 +22,7 @@ from torchhook.edits.adapting import adapt
 from torchhook.edits.changing import (
     change_all,
     change_one,
+    check,
     fitting,
     mismatch,
     refuse_nested,
@@ -54,7 +55,7 @@ class _Replace(CataloguedEdit):
         return tree.map_tensors(torch.clone, new)  # the model may write to it
 
     def within(self, part: Part, whole: Tensor) -> Edit:
-        return _Replace(part.fitted(self.new, whole))
+        return lambda value, site: _Replace(part.fitted(self.new, value))(value, site)
 
 
 def add(vector: Tensor | float) -> Edit:
@@ -74,7 +75,7 @@ class _Add(CataloguedEdit):
         return change_one(lambda t: t + fitting(self.vector, t, site), value, site, "add")
 
     def within(self, part: Part, whole: Tensor) -> Edit:
-        return _Add(part.fitted(self.vector, whole))
+        return lambda value, site: _Add(part.fitted(self.vector, value))(value, site)
 
 
 def scale(factor: float) -> Edit:
@@ -215,7 +216,13 @@ class _Patch(CataloguedEdit):
 
     def within(self, part: Part, whole: Tensor) -> Edit:
         # As the whole it is compared with what was recorded; the part may have been changed by an edit before.
-        return lambda value, site: part.of(self(part.put(whole, value), site))
+        def patched(value: Any, site: Site) -> Any:
+            before = part.put(whole, value)
+            after = self(before, site)
+            check(before, after, site)
+            return part.of(after)
+
+        return patched
 
     def parts(self) -> dict[str, Any]:
         records = [(record.site.parts, record.call, record.value) for record in self.recording.records()]
