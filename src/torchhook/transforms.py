@@ -12,20 +12,22 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchhook._values import padding, tree
+from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range
+from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
 from torchhook._values.padding import Known
+from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
 
-__all__ = ["Rows", "Transform", "cast", "compose", "narrow", "pick", "pool", "statistics", "tokens", "topk"]
+__all__ = ["Rows", "Transform", "cast", "compose", "narrow", "only", "pick", "pool", "statistics", "tokens", "topk"]
 
 
 class Transform(Protocol):
@@ -222,6 +224,91 @@ def _narrow(tensor: Tensor, start: int | None, stop: int | None, step: int | Non
     return tensor[(slice(None),) * (dim % tensor.dim()) + (slice(start, stop, step),)]
 
 
+def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Transform:
+    """Keep a part: the one that ``edits.only``, which has the same arguments, would change. No dim is dropped.
+
+    >>> only(positions=[0, -1])(torch.zeros(4, 10, 3)).shape
+    torch.Size([4, 2, 3])
+
+    Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
+    ``edits.along``. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    """
+    if positions is None and rows is None and heads is None:
+        raise ValueError("transforms.only needs positions=, rows= or heads=.")
+    positions = parts.choice(positions, "positions", lines=True)
+    return _Only(positions=positions, rows=parts.choice(rows, "rows"), heads=parts.choice(heads, "heads"))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Only(ValueObject):
+    positions: Any = field(default=None, kw_only=True)
+    rows: Any = field(default=None, kw_only=True)
+    heads: Any = field(default=None, kw_only=True)
+
+    def __call__(self, value: Any) -> Any:
+        return self.kept(value, UNKNOWN)
+
+    def kept(self, value: Any, known: KnownHeads) -> Any:
+        """What is kept at a site where this much is known of the heads."""
+        return tree.map_tensors(lambda tensor: self._part(tensor, known), value)
+
+    def _part(self, tensor: Tensor, known: KnownHeads) -> Tensor:
+        try:
+            return parts.part(tensor, self.rows, self._places(tensor), self.heads, known).of(tensor)
+        except NoPart as error:
+            raise TransformError(f"transforms.{self!r}: {error}") from None
+
+    def _places(self, tensor: Tensor) -> Any:
+        """The positions, in each row where padding moves them to."""
+        mask = None if self.positions is None or tensor.dim() < 3 else padding.mask_of(tensor)
+        if mask is None:
+            return self.positions
+        if not isinstance(self.positions, (int, list)):
+            raise NoPart("where rows have padding, positions are counted in each: give an integer or a list of them.")
+        return padding.places(mask, [self.positions] if isinstance(self.positions, int) else self.positions)
+
+    def placed(self, known: Callable[[], KnownHeads]) -> Transform:
+        return _PlacedOnly(self, known())
+
+    def afterwards(self, known: Known | None) -> Known | None:
+        return known if self.positions is None and self.rows is None else None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _PlacedOnly(ValueObject):
+    """The part at one site, where the modules around are known."""
+
+    transform: _Only
+    known: KnownHeads
+
+    def __call__(self, value: Any) -> Any:
+        return self.transform.kept(value, self.known)
+
+    def afterwards(self, known: Known | None) -> Known | None:
+        return self.transform.afterwards(known)
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+
+def asks_where(transform: Any) -> bool:
+    """Whether a transform wants to know what is known of the heads at its site.
+
+    >>> asks_where(compose(only(heads=1), pool("mean"))), asks_where(pool("mean"))
+    (True, False)
+    """
+    if isinstance(transform, _Compose):
+        return any(map(asks_where, transform.transforms))
+    return isinstance(transform, _Only)
+
+
+def placed(transform: Any, known: Callable[[], KnownHeads]) -> Any:
+    """The same transform for one site."""
+    if isinstance(transform, _Compose):
+        return _Compose(tuple(placed(one, known) for one in transform.transforms))
+    return transform.placed(known) if isinstance(transform, _Only) else transform
+
+
 def statistics(dims: Sequence[int] | None = None) -> Transform:
     """Mean, standard deviation, least, greatest and share of zeros of each row.
 
@@ -299,4 +386,5 @@ class _Compose(ValueObject):
 
 
 def _afterwards(transform: Any, known: Known | None) -> Known | None:
-    return transform.afterwards(known) if isinstance(transform, (_EachTensor, _Compose)) else known
+    knows = (_EachTensor, _Compose, _Only, _PlacedOnly)
+    return transform.afterwards(known) if isinstance(transform, knows) else known

@@ -13,14 +13,17 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` waits for
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchhook import transforms
 from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
 from torchhook._values import devices, tree
+from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
 
 Transform = Callable[[Any], Any]
@@ -69,6 +72,17 @@ class Keep:
         self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
+
+    @property
+    def asks_where(self) -> bool:
+        """Whether the transform wants to know where it is."""
+        return transforms.asks_where(self.transform)
+
+    def placed(self, known: Callable[[], KnownHeads]) -> Keep:
+        """The same way to keep values, for one site."""
+        keep = copy.copy(self)
+        keep.transform = transforms.placed(self.transform, known)
+        return keep
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
         """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""

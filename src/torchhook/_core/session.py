@@ -4,6 +4,7 @@ every hook away again, whatever happens. Everything that looks into a model is a
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torchhook import edits
 from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
 from torchhook._core.functional import Listener
+from torchhook._core.heads import known_heads
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -92,7 +94,8 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
+        change = edits.placed(edits.adapt(edit), site, lambda: known_heads(self.index, target))
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
@@ -110,6 +113,12 @@ class Session:
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         recording, taps = self.recording, self._taps
         every_call = {t.site for t in targets} if any(t.site.call is not None for t in targets) else ()
+        if keep.asks_where:
+            for target in targets:
+                if target.site.call is None or target.site.every_call not in every_call:
+                    own = keep.placed(functools.partial(known_heads, self.index, target))
+                    self.record([target], own, max_records, before_edits)
+            return
         for target in targets:
             site = target.site
             if site.call is not None and site.every_call in every_call:
