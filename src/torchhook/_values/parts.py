@@ -70,9 +70,7 @@ def choice(which: Which, name: str, lines: bool = False) -> Any:
 
 def _refuse(which: Any, name: str, what: str = "") -> Any:
     lines = ", or a line of these for each row" if name == "positions" else ""
-    raise TypeError(
-        f"{name}={which!r}{what}: give an integer, a slice, a list of integers or a boolean mask{lines}."
-    )
+    raise TypeError(f"{name}={which!r}{what}: give an integer, a slice, a list of integers or a boolean mask{lines}.")
 
 
 # -- what is found --------------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def part(
         dims["rows"] = _named(rows, tensor, "rows", 0)
     if positions is not None:
         dims["positions"] = _named(positions, tensor, "positions", lambda: _position_dim(tensor, axis, known))
-    if axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1 or len({*dims.values()}) != len(dims):
+    if (axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1) or len({*dims.values()}) != len(dims):
         raise NoPart(f"rows, positions and heads have to be different dims of {tuple(tensor.shape)}.")
     # Splitting a dim moves those that come after it.
     dims = {name: dim + added * (axis is not None and dim > axis.dim) for name, dim in dims.items()}

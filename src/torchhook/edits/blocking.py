@@ -197,7 +197,7 @@ def _softmax(edit: _Block, value: Any, known: KnownHeads) -> Any:
         raise NoPart(f"this softmax is taken over dim {dim}, and not over the keys, the last.")
     if edit.rows is not None and scores.dim() == 3 and max(known.counts, default=1) > 1:
         raise NoPart(f"rows and heads share the first dim of {tuple(scores.shape)}.")
-    axis = None if edit.heads is None and scores.dim() != 4 or not known.counts else head_axis(scores.shape, known)
+    axis = None if (edit.heads is None and scores.dim() != 4) or not known.counts else head_axis(scores.shape, known)
     if axis is not None and axis.dim == scores.dim() - 2:
         raise NoPart(f"queries are not the dim before the last of {tuple(scores.shape)}: heads are.")
     if axis is None and edit.heads is not None:
