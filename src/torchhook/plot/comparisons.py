@@ -116,8 +116,8 @@ def sweep(
             or result.over != "position"
             or not all(-len(tokens) <= p < len(tokens) for p in result.positions)
         ):
-            raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
-        labels = _named(tokens, corrupted_tokens, result.positions)
+            raise ValueError(f"{len(tokens)} tokens do not name {columns} {result.over}s.")
+        labels = _named(tokens, corrupted_tokens, result.positions or [])
     elif corrupted_tokens is not None:
         raise ValueError("corrupted_tokens= names what differs from tokens=: give both.")
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
