@@ -64,7 +64,10 @@ class Attached:
         transform: Transform | None = None,
         stop: bool = False,
     ) -> None:
-        self.features = [(feature.path, feature.key, feature.target.site.call) for feature in wanted]
+        # Numbers: compiled code knows no sites.
+        sites = [feature.target.site for feature in wanted]
+        calls = [None if site.call is None else site.first_call for site in sites]
+        self.features = [(feature.path, feature.key, call) for feature, call in zip(wanted, calls, strict=True)]
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
         self._scope = Scope() if stop else None
@@ -72,7 +75,7 @@ class Attached:
         # How many calls of each site make the features complete.
         self._needed: dict[str, int] = {}
         for feature in wanted:
-            self._needed[feature.key] = max(self._needed.get(feature.key, 0), 1 + (feature.target.site.call or 0))
+            self._needed[feature.key] = max(self._needed.get(feature.key, 0), 1 + feature.target.site.first_call)
         made: dict[tuple[int, str | None, str], tuple[nn.Module, _StaticTap]] = {}
         for target, change in changes:
             self._tap(made, target).changes.append(change)
