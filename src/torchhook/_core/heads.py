@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -28,6 +28,11 @@ _JOINS_HEADS = {"o", "out", "output", "dense", "proj", "wo", "c_proj", "lin"}
 _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate", "fc"}
 
 _INWARD = ("input", "grad_input")
+
+
+def heads_at(index: Index, target: Target) -> Callable[[], KnownHeads]:
+    """Asks for what is known of the heads at a target; most edits and transforms never do."""
+    return lambda: known_heads(index, target)
 
 
 def known_heads(index: Index, target: Target) -> KnownHeads:

@@ -107,6 +107,12 @@ class Site(str):
         return self if self.call is None else self.but(call=None)
 
     @property
+    def first_call(self) -> int:
+        """The call that it names, or the first of them."""
+        named = self.call.start if isinstance(self.call, Calls) else self.call
+        return named or 0
+
+    @property
     def counts_back(self) -> bool:
         """Whether its calls are counted from the last one, which is known only when all are over."""
         ends = (self.call.start, self.call.stop) if isinstance(self.call, Calls) else (self.call,)
