@@ -81,6 +81,7 @@ class Keep:
             return self
         keep = copy.copy(self)
         keep.transform = transforms.placed(self.transform, known)
+        keep._placed = []
         self._placed.append(keep)
         return keep
 
