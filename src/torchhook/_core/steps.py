@@ -177,10 +177,12 @@ class Steps:
         self._running = module, now
         enter(now)
 
-    def end(self, module: nn.Module) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         """It has run, or raised."""
         if self._running is not None and self._running[0] is module:
             now = self._running[1]
+            if self._cache is None:  # the first call of a loop makes the cache that the next one is given
+                self._cache = next((_weak(made) for name in _CACHES if (made := getattr(output, name, None))), None)
             now.last = next(self._order)
             self._running = None
             leave(now)
@@ -213,15 +215,16 @@ class Steps:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
-        position = given.position if given.position is None else int(given.position)
+        position = None if given.position is None else int(given.position)
+        now.set_position(position)
         follows = before is not None and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
             now.step, now.sequence = 0, self._new_sequence()
-            now.set_position(position or 0)
             return
         before.step = before.step or 0  # the first call has no cache yet, and was not known to begin anything
         now.step, now.sequence = before.step + 1, before.sequence
-        now.set_position(_counted(before) if position is None else position)
+        if position is None:
+            now.set_position(_counted(before))
 
     def _has_cache(self, cache: Any) -> bool:
         return cache is not None and self._cache is not None and self._cache() is cache
@@ -270,7 +273,7 @@ class _Enter(Tap):
 
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.steps.end(module)
+        self.steps.end(module, output)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         after_call_always(undo, module, self, first=False)
