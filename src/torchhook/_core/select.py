@@ -293,9 +293,9 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
 
 
 def by_site(targets: Sequence[Target]) -> Iterable[tuple[Target, Sequence[Target], Sequence[Site]]]:
-    """Each site once, with other targets that name calls of it, and all the calls that are named; mostly there are none.
+    """Each site once, with the other targets that name calls of it and all the calls that are named; mostly none are.
 
-    A target that names none holds those that do already.
+    A target that names no call holds those that do already.
     """
     if all(target.site.call is None for target in targets):
         return ((target, (), ()) for target in targets)
@@ -323,7 +323,7 @@ def refuse_counting_back(site: Site, who: str) -> None:
     if site.counts_back:
         raise SelectorError(
             f"{site.shown!r}: which call is the last is known only when it is over, so that {who} would come too late. "
-            f"Count from the first call: '{site.every_call.but(call=0).shown}', '{site.every_call.but(call=Calls(1)).shown}'."
+            f"Count from the first call: '{site.but(call=0).shown}', '{site.but(call=Calls(1)).shown}'."
         )
 
 

@@ -36,9 +36,8 @@ def generators(root: nn.Module) -> list[nn.Module]:
     found = [root] if _generates(type(root)) or _takes_cache(type(root)) else []
     level = [root]
     for _ in range(_DEEPEST):
-        level = [
-            child for module in level if module._modules for child in module._modules.values() if child is not None
-        ]
+        held = (module._modules.values() for module in level if module._modules)
+        level = [child for children in held for child in children if child is not None]
         if len(level) > _WIDEST:
             break
         found += [module for module in level if _generates(type(module))]
@@ -57,7 +56,7 @@ def _generates(kind: type[nn.Module]) -> bool:
 
 def _takes_cache(kind: type[nn.Module]) -> bool:
     """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
-    forward = kind.forward
+    forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     code = getattr(forward, "__code__", None)
@@ -163,7 +162,7 @@ class Steps:
         self.settle()
         self._open_end = None
         given, here = Given.of(args, kwargs), place(module)
-        now = Pass(next(self._order), tokens=given.tokens)
+        now = Pass(next(self._order), position=given.position, tokens=given.tokens)
         if here is None:
             self._by_cache(now, given)
         else:
@@ -178,10 +177,12 @@ class Steps:
         self._running = module, now
         enter(now)
 
-    def end(self, module: nn.Module) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
         """It has run, or raised."""
         if self._running is not None and self._running[0] is module:
             now = self._running[1]
+            if self._cache is None:  # the first call of a loop makes the cache that the next one is given
+                self._cache = next((_weak(made) for name in _CACHES if (made := getattr(output, name, None))), None)
             now.last = next(self._order)
             self._running = None
             leave(now)
@@ -195,9 +196,8 @@ class Steps:
             same = self._has_cache(given.cache) and before is not None
             now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
             before = before if same else None
-        now.set_position(
-            _counted(before) if given.position is None and given.cache is not None else given.position or 0
-        )
+        if given.position is None:  # not asked whether it is 0: that would wait for a GPU
+            now.set_position(0 if given.cache is None else _counted(before))
 
     def _goes_on(self, before: Pass, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
@@ -215,15 +215,16 @@ class Steps:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
-        position = given.position if given.position is None else int(given.position)
+        position = None if given.position is None else int(given.position)
+        now.set_position(position)
         follows = before is not None and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
             now.step, now.sequence = 0, self._new_sequence()
-            now.set_position(position or 0)
             return
         before.step = before.step or 0  # the first call has no cache yet, and was not known to begin anything
         now.step, now.sequence = before.step + 1, before.sequence
-        now.set_position(_counted(before) if position is None else position)
+        if position is None:
+            now.set_position(_counted(before))
 
     def _has_cache(self, cache: Any) -> bool:
         return cache is not None and self._cache is not None and self._cache() is cache
@@ -272,7 +273,7 @@ class _Enter(Tap):
 
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.steps.end(module)
+        self.steps.end(module, output)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         after_call_always(undo, module, self, first=False)

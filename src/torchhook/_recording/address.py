@@ -38,7 +38,7 @@ class Calls:
     def is_empty(self) -> bool:
         """Whether no number of calls would be enough: ``3:3``, ``-1:-2``."""
         start, stop = self.start or 0, self.stop
-        return stop is not None and stop <= start and (stop < 0) == (start < 0)
+        return stop is not None and (stop == 0 or (stop <= start and (stop < 0) == (start < 0)))
 
 
 Which = int | Calls | None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchhook._recording.address import Calls, Site
 from torchhook._recording.steps import Pass
 from torchhook._values import tree
 
@@ -17,12 +18,12 @@ Joined = tuple[int, Any, Pass | None]
 """The call, its value, and the pass of a generation that it was in."""
 
 
-def join(key: str, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
-    """The values joined on ``dim``, leaf by leaf."""
+def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
+    """The values of a site, which was asked for by ``key``, joined on ``dim``, leaf by leaf."""
     if beams is not None:
-        rows = _along(key, rows, dim, beams)
+        rows = _along(key, site, rows, beams)
     elif dim != 0:
-        rows = _in_sequence(key, rows, dim)
+        rows = _in_sequence(key, site, rows, dim)
     values = [value for _, value, _ in rows]
     columns = [list(tree.tensors(value)) for value in values]
     if len(values) > 1 and not columns[0]:
@@ -43,7 +44,7 @@ def join(key: str, rows: Sequence[Joined], dim: int, beams: Tensor | None = None
 # -- a generation ---------------------------------------------------------------------------------
 
 
-def _in_sequence(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:
+def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:
     """The calls of one sequence, each with those of its tokens that no later call has overwritten."""
     if not any(passed for _, _, passed in rows):
         return rows
@@ -51,12 +52,12 @@ def _in_sequence(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joined]
         outside = [call for call, _, passed in rows if passed is None]
         raise ValueError(
             f"{key}: call{'s' * (len(outside) > 1)} {_listed(outside)} passed outside of the generation. Name those "
-            f"to join: {_ranges(key, rows)}."
+            f"to join: {_ranges(site, rows)}."
         )
     if len({passed.sequence for _, _, passed in rows if passed}) > 1:
         raise ValueError(
             f"{key}: the calls belong to several sequences, which are not joined to one. Take one of them at a time: "
-            f"{_ranges(key, rows)}."
+            f"{_ranges(site, rows)}."
         )
     if len({passed for _, _, passed in rows}) < len(rows):
         raise ValueError(
@@ -103,15 +104,15 @@ def _first(key: str, value: Any, dim: int, tokens: int, length: int) -> Any:
     return tree.map_tensors(cut, value)
 
 
-def _along(key: str, rows: Sequence[Joined], dim: int, beams: Tensor) -> Sequence[Joined]:
+def _along(key: str, site: Site, rows: Sequence[Joined], beams: Tensor) -> Sequence[Joined]:
     """The rows that the beams were in, step by step: ``beams[r, t]`` is the row of step t, -1 after its end."""
     if not isinstance(beams, Tensor) or beams.dim() != 2 or beams.is_floating_point():
         given = tree.describe(beams) if isinstance(beams, Tensor) else type(beams).__name__
         raise ValueError(f"{key}: beams= takes the beam_indices that generate returns (rows × steps), found {given}.")
     if any(passed is None for _, _, passed in rows):
-        raise ValueError(f"{key}: beams= is for the calls of a generation: {_ranges(key, rows)}.")
+        raise ValueError(f"{key}: beams= is for the calls of a generation: {_ranges(site, rows)}.")
     if len({passed.sequence for _, _, passed in rows if passed}) > 1:
-        raise ValueError(f"{key}: the calls belong to several sequences; take one of them: {_ranges(key, rows)}.")
+        raise ValueError(f"{key}: the calls belong to several sequences; take one of them: {_ranges(site, rows)}.")
     # The search may go on for longer than what it returns.
     steps = [(row, row[2].step) for row in rows if row[2] and row[2].step is not None]
     return [
@@ -128,16 +129,12 @@ def _rows(chosen: Tensor, tensor: Tensor) -> Tensor:
     return taken.masked_fill(ended, 0)
 
 
-def _ranges(key: str, rows: Sequence[Joined]) -> str:
+def _ranges(site: Site, rows: Sequence[Joined]) -> str:
     """How to name the calls of each sequence."""
     runs = groupby(rows, lambda row: None if row[2] is None else row[2].sequence)
-    found = [
-        (calls[0], calls[-1] + 1) for sequence, run in runs if sequence is not None for calls in [[r[0] for r in run]]
-    ]
-    site, port = (key, "") if ":" not in key else (key.rpartition(":")[0], ":" + key.rpartition(":")[2])
-    site = site.partition("#")[0]
-    named = ", ".join(f"'{site}#{start}:{stop}{port}'" for start, stop in found[:4])
-    return named + (", …" if len(found) > 4 else "")
+    calls = [[row[0] for row in run] for sequence, run in runs if sequence is not None]
+    named = ", ".join(repr(str(site.but(call=Calls(run[0], run[-1] + 1)))) for run in calls[:4])
+    return named + (", …" if len(calls) > 4 else "")
 
 
 def _listed(calls: Sequence[int]) -> str:

@@ -65,7 +65,7 @@ class Recording:
     # -- filling ------------------------------------------------------------------------------
 
     def opened(self, site: Site, limit: int | None = None, calls: Iterable[Site] = ()) -> Rows:
-        """The rows of a site, to be appended to; made on the first request, for those ``calls`` of it that are named."""
+        """The rows of a site, to be appended to; made on the first request, for the ``calls`` of it that are named."""
         if site.call is not None:
             site = site.every_call
         rows = self._rows.get(site)
@@ -146,7 +146,7 @@ class Recording:
         """
         site, call = self._find(key)
         found = [(row[0], row[2], self._pass(site, row)) for row in self._calls(site, call)]
-        return joining.join(str(key), found, dim, beams)
+        return joining.join(str(key), site, found, dim, beams)
 
     def records(self, key: str | Site | None = None) -> list[Record]:
         """The records of one site, or of all of them in the order in which they were kept."""

@@ -125,7 +125,7 @@ def length_back(site: Site) -> int:
 
 
 def in_order(rows: Rows) -> list[Row]:
-    """A copy, for other threads may append meanwhile, in the order of the calls: gradients come in from the last one."""
+    """A copy in the order of the calls: others may append meanwhile, and gradients come in from the last one."""
     return sorted(rows.copy(), key=lambda row: row[:2])
 
 
