@@ -102,9 +102,14 @@ def test_scores_become_what_they_are_by_hand(cut: str) -> None:
     expected[index] = -math.inf
     known = KnownHeads("attn", 4, 4, (8,), op="softmax")
     edit = edits.block(**chosen).placed(SOFTMAX, lambda: known)  # type: ignore[attr-defined]
-    for given in (Inputs((scores,), {"dim": -1}), Inputs((scores, 3), {}), Inputs((scores,), {"dim": -1, "dtype": None})):
+    for given in (
+        Inputs((scores,), {"dim": -1}),
+        Inputs((scores, 3), {}),
+        Inputs((scores,), {"dim": -1, "dtype": None}),
+    ):
         found = edit(given, SOFTMAX)
-        assert torch.equal(found.args[0], expected) and found.kwargs == given.kwargs
+        assert torch.equal(found.args[0], expected)
+        assert found.kwargs == given.kwargs
     assert not scores.isinf().any()
 
 
@@ -112,8 +117,11 @@ def test_no_gradient_goes_along_an_edge_that_is_cut() -> None:
     query, key, value = (t.requires_grad_() for t in qkv(keys=4))
     inputs = edits.block(slice(2, None), 1)(Inputs((query, key, value), {"is_causal": True}), FUSED)
     F.scaled_dot_product_attention(*inputs.args, **inputs.kwargs)[:, :, 2:].sum().backward()
-    assert value.grad is not None and key.grad is not None
-    assert not value.grad[:, :, 1].any() and not key.grad[:, :, 1].any() and value.grad[:, :, 0].all()
+    assert value.grad is not None
+    assert key.grad is not None
+    assert not value.grad[:, :, 1].any()
+    assert not key.grad[:, :, 1].any()
+    assert value.grad[:, :, 0].all()
 
 
 @pytest.mark.parametrize(
@@ -155,7 +163,7 @@ def test_where_it_cannot_act_it_says_so(value: Any, site: Site, said: str) -> No
 def test_a_place_without_attention_is_refused_before_anything_runs() -> None:
     model, _ = small_gpt2()
     for site in ("transformer.h.0.attn", "transformer.h.0.attn/scaled_dot_product_attention", "transformer.h.0:input"):
-        with pytest.raises(EditError, match="cuts attention where it is computed, at 'transformer.h.0"):
+        with pytest.raises(EditError, match=r"cuts attention where it is computed, at 'transformer.h.0"):
             th.edit(model, {site: edits.block(1, 0)}).open()
 
 
@@ -163,9 +171,11 @@ def test_they_print_as_written_compare_and_pickle() -> None:
     edit = edits.block([1, -1], slice(0, 2), heads=3)
     assert repr(edit) == "edits.block([1, -1], slice(0, 2, None), heads=3)"
     assert pickle.loads(pickle.dumps(edit)) == edit != edits.block([1, -1], slice(0, 2))
-    with pytest.raises(ValueError, match=r"takes its own queries, keys, heads and rows: only\(…, steps=\) may be around it"):
+    with pytest.raises(
+        ValueError, match=r"takes its own queries, keys, heads and rows: only\(…, steps=\) may be around it"
+    ):
         edits.only(edit, positions=1)
-    with pytest.raises(TypeError, match="edits.block knows its dims"):
+    with pytest.raises(TypeError, match=r"edits.block knows its dims"):
         edits.block(edits.along(0, dim=1), 0)
 
 
@@ -180,7 +190,9 @@ MODELS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def with_kernel(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Tensor, Tensor], bool]) -> Any:
+def with_kernel(
+    run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, chosen: Callable[[Tensor, Tensor], bool]
+) -> Any:
     """Run with a kernel written out by hand, in which query 4 of head 1 does not see key 2, in chosen calls."""
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
@@ -278,4 +290,6 @@ def test_a_sink_beside_the_keys_is_no_key() -> None:
     with th.capture(model, site) as rec, th.edit(model, {f"{site}:input": edits.block(-1, -1)}), torch.no_grad():
         model(torch.randint(0, 50, (1, 6)))
     weights = rec[site]
-    assert weights.shape == (1, 4, 6, 7) and not weights[..., -1, 5].any() and weights[..., -1, 6].all()
+    assert weights.shape == (1, 4, 6, 7)
+    assert not weights[..., -1, 5].any()
+    assert weights[..., -1, 6].all()

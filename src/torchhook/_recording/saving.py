@@ -75,14 +75,14 @@ def load(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
     if metadata.get("format") != FORMAT:
         raise RecordingFileError(f"{path} is not a torchhook recording: its format is {metadata.get('format')!r}.")
     with understood(path):
-        refuse_newer(path, int(metadata["version"]), VERSION)
+        refuse_unknown(path, int(metadata["version"]), VERSION)
         document = json.loads(metadata["recording"])
         return Reader((*TENSORS, *VALUES), tensors).several(document["values"]), document["about"]
 
 
-def refuse_newer(path: str | os.PathLike[str], version: int, known: int) -> None:
-    """Refuse a file of a version that is not known yet."""
-    if version > known:
+def refuse_unknown(path: str | os.PathLike[str], version: int, known: int) -> None:
+    """Refuse a file of a version that is not known."""
+    if not 1 <= version <= known:
         raise RecordingFileError(
             f"{path} has format version {version}; this torchhook ({__version__}) reads up to {known}: "
             "install a newer one from its repository."

@@ -72,8 +72,8 @@ class Block(CataloguedEdit):
         if site.port != "input" or site.op not in _WAYS:
             ways = " or ".join(repr(f"{site.path}/{op}:input") for op in _WAYS)
             raise EditError(
-                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module calls; "
-                "th.ops(model, inputs) shows it."
+                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module "
+                "calls; th.ops(model, inputs) shows it."
             )
         return _Placed(self, known())
 
@@ -158,7 +158,7 @@ def _plain(mask: Tensor | None, device: torch.device) -> Tensor | None:
     if mask is None or type(mask) in (Tensor, nn.Parameter):
         return mask
     if any(kind.__name__ == "CausalBias" for kind in type(mask).__mro__):
-        return _torch.materialized(mask, device)  # type: ignore[arg-type]
+        return _torch.materialized(mask, device)
     raise NoPart(f"attn_mask is a {type(mask).__name__}, whose numbers may not be the mask that the kernel uses.")
 
 
@@ -197,7 +197,7 @@ def _softmax(edit: Block, value: Any, known: KnownHeads) -> Any:
         raise NoPart(f"this softmax is taken over dim {dim}, and not over the keys, the last.")
     if edit.rows is not None and scores.dim() == 3 and max(known.counts, default=1) > 1:
         raise NoPart(f"rows and heads share the first dim of {tuple(scores.shape)}.")
-    axis = None if edit.heads is None and scores.dim() != 4 or not known.counts else head_axis(scores.shape, known)
+    axis = None if (edit.heads is None and scores.dim() != 4) or not known.counts else head_axis(scores.shape, known)
     if axis is not None and axis.dim == scores.dim() - 2:
         raise NoPart(f"queries are not the dim before the last of {tuple(scores.shape)}: heads are.")
     if axis is None and edit.heads is not None:

@@ -69,7 +69,7 @@ def load_edits(path: str | os.PathLike[str]) -> dict[str, Any]:
         hint = " th.load opens it." if metadata.get("format") == saving.FORMAT else ""
         raise RecordingFileError(f"{path} holds no edits: its format is {metadata.get('format')!r}.{hint}")
     with saving.understood(path):
-        saving.refuse_newer(path, int(metadata["version"]), VERSION)
+        saving.refuse_unknown(path, int(metadata["version"]), VERSION)
         document = json.loads(metadata["edits"])
         reader = Reader((*TENSORS, *_CODECS, *VALUES), tensors)
         found = {str(site): reader.one(code) for site, code in document["edits"]}
@@ -94,8 +94,8 @@ def _written(site: str, edit: Any, writer: Writer) -> Any:
         return writer.named(site, edit)
     except _NotData as error:
         raise EditError(
-            f"save_edits: {str(site)!r}: {shown(edit)} holds {error}, which a file cannot hold. Write it with the edits "
-            "of torchhook.edits, or keep it in your code and add it to what load_edits returns."
+            f"save_edits: {str(site)!r}: {shown(edit)} holds {error}, which a file cannot hold. Write it with the "
+            "edits of torchhook.edits, or keep it in your code and add it to what load_edits returns."
         ) from None
 
 
