@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range
-from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
+from torchhook._values.heads import KnownHeads
+from torchhook._values.kept_parts import Only, PlacedOnly
 from torchhook._values.padding import Known
 from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
@@ -236,59 +237,7 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")
     positions = parts.choice(positions, "positions", lines=True)
-    return _Only(positions=positions, rows=parts.choice(rows, "rows"), heads=parts.choice(heads, "heads"))
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Only(ValueObject):
-    positions: Any = field(default=None, kw_only=True)
-    rows: Any = field(default=None, kw_only=True)
-    heads: Any = field(default=None, kw_only=True)
-
-    def __call__(self, value: Any) -> Any:
-        return self.kept(value, UNKNOWN)
-
-    def kept(self, value: Any, known: KnownHeads) -> Any:
-        """What is kept at a site where this much is known of the heads."""
-        return tree.map_tensors(lambda tensor: self._part(tensor, known), value)
-
-    def _part(self, tensor: Tensor, known: KnownHeads) -> Tensor:
-        try:
-            return parts.part(tensor, self.rows, self._places(tensor), self.heads, known).of(tensor)
-        except NoPart as error:
-            raise TransformError(f"transforms.{self!r}: {error}") from None
-
-    def _places(self, tensor: Tensor) -> Any:
-        """The positions, in each row where padding moves them to."""
-        mask = None if self.positions is None or tensor.dim() < 3 else padding.mask_of(tensor)
-        if mask is None:
-            return self.positions
-        if not isinstance(self.positions, (int, list)):
-            raise NoPart("where rows have padding, positions are counted in each: give an integer or a list of them.")
-        return padding.places(mask, [self.positions] if isinstance(self.positions, int) else self.positions)
-
-    def placed(self, known: Callable[[], KnownHeads]) -> Transform:
-        return _PlacedOnly(self, known())
-
-    def afterwards(self, known: Known | None) -> Known | None:
-        return known if self.positions is None and self.rows is None else None
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _PlacedOnly(ValueObject):
-    """The part at one site, where the modules around are known."""
-
-    transform: _Only
-    known: KnownHeads
-
-    def __call__(self, value: Any) -> Any:
-        return self.transform.kept(value, self.known)
-
-    def afterwards(self, known: Known | None) -> Known | None:
-        return self.transform.afterwards(known)
-
-    def __repr__(self) -> str:
-        return repr(self.transform)
+    return Only(positions=positions, rows=parts.choice(rows, "rows"), heads=parts.choice(heads, "heads"))
 
 
 def asks_where(transform: Any) -> bool:
@@ -299,14 +248,14 @@ def asks_where(transform: Any) -> bool:
     """
     if isinstance(transform, _Compose):
         return any(map(asks_where, transform.transforms))
-    return isinstance(transform, _Only)
+    return isinstance(transform, Only)
 
 
 def placed(transform: Any, known: Callable[[], KnownHeads]) -> Any:
     """The same transform for one site."""
     if isinstance(transform, _Compose):
         return _Compose(tuple(placed(one, known) for one in transform.transforms))
-    return transform.placed(known) if isinstance(transform, _Only) else transform
+    return transform.placed(known) if isinstance(transform, Only) else transform
 
 
 def statistics(dims: Sequence[int] | None = None) -> Transform:
@@ -386,5 +335,5 @@ class _Compose(ValueObject):
 
 
 def _afterwards(transform: Any, known: Known | None) -> Known | None:
-    knows = (_EachTensor, _Compose, _Only, _PlacedOnly)
+    knows = (_EachTensor, _Compose, Only, PlacedOnly)
     return transform.afterwards(known) if isinstance(transform, knows) else known

@@ -22,6 +22,7 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
+from torchhook._recording.address import Calls
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
 
@@ -119,6 +120,11 @@ class Featured(Facade):
                 raise SelectorError(
                     f"{name!r}: attach=True takes what layers and operations take and return ('layer4', 'fc:input', "
                     "'block/relu'); gradients and parameters need attach=False."
+                )
+            if target.site.counts_back or isinstance(target.site.call, Calls):
+                raise SelectorError(
+                    f"{name!r}: with attach=True a feature is one call, counted from the first: "
+                    f"'{target.site.every_call.but(call=1).shown}'."
                 )
         for target, _ in changes:
             if target.site.call is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook._core.index import Index
 from torchhook._core.select import Target
@@ -30,6 +32,11 @@ _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate
 _INWARD = ("input", "grad_input")
 
 
+def heads_at(index: Index, target: Target) -> Callable[[], KnownHeads]:
+    """Asks for what is known of the heads at a target; most edits and transforms never do."""
+    return lambda: known_heads(index, target)
+
+
 def known_heads(index: Index, target: Target) -> KnownHeads:
     """What is known of the heads at a target."""
     site = target.site
@@ -49,7 +56,7 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     if queries is None:
         return KnownHeads(why_not=f"neither {where} nor a config around it says how many heads there are")
     joined, why_not = _lies_joined(inside, site.op, site.port, index.find(site.path))
-    sections = _first([attention], ("split_size",))
+    sections = _first([attention], ("split_size",)) if _splits(attention) else None
     sinks = getattr(attention, "sinks", None) is not None
     keys, dims = _keys(sources, queries), _dims(sources, queries)
     return KnownHeads(where, queries, keys, dims, sections, site.op, sinks, joined, why_not)
@@ -115,12 +122,25 @@ def _lies_joined(inside: Sequence[str], op: str | None, port: str, module: nn.Mo
     # Of a list of modules, the name of the list: "to_out.0".
     name = next((name for name in reversed(inside) if not name.isdigit()), inside[-1])
     words, inward = _words(name), port in _INWARD
-    if words & _MAKES_HEADS:
-        normalizes = "norm" in type(module).__name__.lower() or "norm" in words
+    normalizes = "norm" in type(module).__name__.lower() or "norm" in words
+    if words & _MAKES_HEADS and (normalizes or _projects(module)):
         return not inward or normalizes, f"{name!r} makes the heads: they are in its output, not in its input"
-    if words & _JOINS_HEADS:
+    if words & _JOINS_HEADS and _projects(module):
         return inward, f"{name!r} joins the heads: they are in its input, not in its output"
     return False, f"whether {name!r} comes before or after the heads are joined cannot be told from its name"
+
+
+def _splits(attention: nn.Module) -> bool:
+    """Whether an attention splits a fused projection into sections of the size that it states: BLOOM only states it."""
+    forward: Any = getattr(type(attention), "forward", None)
+    names = getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_names", ()) if forward is not None else ()
+    return {"split", "split_size"} <= set(names)
+
+
+def _projects(module: nn.Module | None) -> bool:
+    """Whether a module multiplies by a matrix: what is dropped after a projection may have its name."""
+    weight = getattr(module, "weight", None)
+    return (isinstance(weight, Tensor) and weight.dim() > 1) or hasattr(module, "out_features")
 
 
 def _words(name: str) -> set[str]:

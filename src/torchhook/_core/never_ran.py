@@ -52,7 +52,8 @@ def cause(
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
-        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
+        none = "there was no call" if isinstance(site.call, int) else "there were no calls"
+        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so {none} {site.call}."
     around = _around(site.path, index)
     if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
         return "it is TorchScript, which takes no hooks: use the module it was made from."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook import transforms
-from torchhook._core.heads import known_heads
+from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
@@ -105,7 +104,7 @@ class Forward:
             site = str(target.site)
             if see is not None:
                 session.look(target, _shown_to(see, site))
-            transform = transforms.placed(self.transforms[site], functools.partial(known_heads, self.index, target))
+            transform = transforms.placed(self.transforms[site], heads_at(self.index, target))
             session.look(target, _hand_on(site, transform, known.get(site), put))
         if stop:
             session.stop_when_seen(self.targets)

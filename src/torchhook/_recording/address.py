@@ -38,7 +38,7 @@ class Calls:
     def is_empty(self) -> bool:
         """Whether no number of calls would be enough: ``3:3``, ``-1:-2``."""
         start, stop = self.start or 0, self.stop
-        return stop is not None and stop <= start and (stop < 0) == (start < 0)
+        return stop is not None and (stop == 0 or (stop <= start and (stop < 0) == (start < 0)))
 
 
 Which = int | Calls | None
@@ -105,6 +105,12 @@ class Site(str):
     def every_call(self) -> Site:
         """The same site without a call index."""
         return self if self.call is None else self.but(call=None)
+
+    @property
+    def first_call(self) -> int:
+        """The call that it names, or the first of them."""
+        named = self.call.start if isinstance(self.call, Calls) else self.call
+        return named or 0
 
     @property
     def counts_back(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextvars
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -40,6 +41,10 @@ class Pass:
         if self._position is not None and type(self._position) is not int:
             self._position = int(self._position)  # only here: a GPU would be waited for
         return self._position
+
+    def set_position(self, position: Any) -> None:
+        """Say where its first token is; a tensor is read when somebody asks."""
+        self._position = position
 
     def plain(self) -> list[Any]:
         """What a file holds of it."""
@@ -111,3 +116,22 @@ class Passes:
     def forget_before(self, order: int) -> None:
         """Nothing that was kept earlier is left."""
         self._all = [one for one in self._all if one.last < 0 or one.last >= order]
+
+    def plain(self, of: Sequence[Pass | None]) -> dict[str, Any]:
+        """For a file: the passes that its records were in, and which one each of them was in."""
+        used = list(dict.fromkeys(one for one in of if one is not None))
+        numbers = {one: number for number, one in enumerate(used)}
+        return {
+            "passes": [one.plain() for one in used],
+            "runs": [[None if one is None else numbers[one], len(list(run))] for one, run in groupby(of)],
+        }
+
+    def read(self, passes: Sequence[Sequence[Any]], runs: Iterable[tuple[int | None, int]]) -> None:
+        """The other way round: the passes, and which one each of the records was in, which are counted from 0."""
+        begun, first = dict[int, Pass](), 0
+        for number, length in runs:
+            if number is not None:
+                made = begun.setdefault(number, Pass.of_plain(first, passes[number]))
+                made.last = first + length - 1
+            first += length
+        self._all = list(begun.values())

@@ -51,10 +51,10 @@ UNKNOWN = KnownHeads()
 
 
 class HeadAxis(NamedTuple):
-    """The dim that heads are found in, and how it is split: into ``groups`` × ``count`` × the size of a head."""
+    """The dim that heads are found in, and how it is split: into ``groups`` × ``heads`` × the size of one."""
 
     dim: int
-    count: int
+    heads: int
     groups: int = 1
     joined: bool = False
     """Whether the dim has to be split first; else it is the heads' own."""
@@ -64,8 +64,8 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     """Where the heads are in a value of this shape.
 
     >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,), joined=True)
-    >>> head_axis((1, 5, 32), known), head_axis((1, 5, 16), known).count, head_axis((1, 4, 5, 8), known).dim
-    (HeadAxis(dim=2, count=4, groups=1, joined=True), 2, 1)
+    >>> head_axis((1, 5, 32), known), head_axis((1, 5, 16), known).heads, head_axis((1, 4, 5, 8), known).dim
+    (HeadAxis(dim=2, heads=4, groups=1, joined=True), 2, 1)
     """
     if not known.counts:
         raise NoPart(f"where the heads are cannot be told: {known}. {_NAME_IT}")
@@ -86,9 +86,9 @@ def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
             return HeadAxis(last, count, joined=True)
     queries = known.queries or 0
     # GPT-2 splits a fused projection into sections, and says how large they are: heads lie inside of each.
-    if known.sections and size in (2 * known.sections, 3 * known.sections):
-        if any(queries * dim == known.sections for dim in known.dims):
-            return HeadAxis(last, queries, size // known.sections, joined=True)
+    section = known.sections or 0
+    if section and size in (2 * section, 3 * section) and any(queries * dim == section for dim in known.dims):
+        return HeadAxis(last, queries, size // section, joined=True)
     fused = any((queries + 2 * (known.keys or queries)) * dim == size for dim in known.dims)
     if fused:
         raise NoPart(

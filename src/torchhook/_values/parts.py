@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +76,8 @@ def _refuse(which: Any, name: str, what: str = "") -> Any:
 # -- what is found --------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Part:
     """A part of tensors of one shape."""
 
     arranged: Callable[[Tensor], Tensor]
@@ -138,7 +139,7 @@ def part(
         dims["heads"] = axis.dim + (axis.joined and axis.groups > 1)
     shape = list(tensor.shape)
     if axis is not None and axis.joined:
-        sizes = [axis.groups] * (axis.groups > 1) + [axis.count, shape[axis.dim] // (axis.groups * axis.count)]
+        sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, shape[axis.dim] // (axis.groups * axis.heads)]
         shape[axis.dim : axis.dim + 1] = sizes
     chosen = {"rows": rows, "positions": positions, "heads": heads}
     found = {dim: _index(_which(chosen[name]), shape[dim], name, known) for name, dim in dims.items()}
@@ -211,7 +212,7 @@ def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads) -> i
 
 
 def _splitting(axis: HeadAxis) -> Callable[[Tensor], Tensor]:
-    sizes = [axis.groups] * (axis.groups > 1) + [axis.count, -1]
+    sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, -1]
     return lambda tensor: tensor.unflatten(axis.dim, sizes)
 
 
@@ -241,7 +242,11 @@ def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slic
     if isinstance(which, slice):
         start, stop, step = which.indices(size)
         # torch has no slices that go backwards.
-        return slice(start, max(start, stop), step) if step > 0 else torch.arange(start, stop, step)
+        return (
+            slice(start, max(start, stop), step)
+            if step > 0
+            else torch.tensor(range(start, stop, step), dtype=torch.long)
+        )
     if isinstance(which, list):
         numbers = _inside(which, size, name, known)
         if len(set(numbers)) < len(numbers):

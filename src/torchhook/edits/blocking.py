@@ -53,11 +53,11 @@ def block(queries: Which, keys: Which, heads: Which = None, rows: Which = None) 
     kept = {name: parts.choice(which, name) for name, which in chosen.items()}
     if any(isinstance(which, Along) for which in kept.values()):
         raise TypeError("edits.block knows its dims: give an integer, a slice, a list of integers or a boolean mask.")
-    return _Block(**kept)
+    return Block(**kept)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Block(CataloguedEdit):
+class Block(CataloguedEdit):
     changes_call = True
     queries: Any
     keys: Any
@@ -72,8 +72,8 @@ class _Block(CataloguedEdit):
         if site.port != "input" or site.op not in _WAYS:
             ways = " or ".join(repr(f"{site.path}/{op}:input") for op in _WAYS)
             raise EditError(
-                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module calls; "
-                "th.ops(model, inputs) shows it."
+                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module "
+                "calls; th.ops(model, inputs) shows it."
             )
         return _Placed(self, known())
 
@@ -113,7 +113,7 @@ class _Placed(CataloguedEdit):
     """The cut in a session, where the modules around are known."""
 
     changes_call = True
-    edit: _Block
+    edit: Block
     known: KnownHeads
 
     def __call__(self, value: Any, site: Site) -> Any:
@@ -126,7 +126,7 @@ class _Placed(CataloguedEdit):
 # -- the ways in which models attend ----------------------------------------------------------------------------------
 
 
-def _fused(edit: _Block, value: Any, known: KnownHeads) -> Inputs:
+def _fused(edit: Block, value: Any, known: KnownHeads) -> Inputs:
     call = _bound(_FUSED, value)
     query, key = call["query"], call["key"]
     shape = (*query.shape[:-1], key.shape[-2])
@@ -158,11 +158,11 @@ def _plain(mask: Tensor | None, device: torch.device) -> Tensor | None:
     if mask is None or type(mask) in (Tensor, nn.Parameter):
         return mask
     if any(kind.__name__ == "CausalBias" for kind in type(mask).__mro__):
-        return _torch.materialized(mask, device)  # type: ignore[arg-type]
+        return _torch.materialized(mask, device)
     raise NoPart(f"attn_mask is a {type(mask).__name__}, whose numbers may not be the mask that the kernel uses.")
 
 
-def _multi_head(edit: _Block, value: Any, known: KnownHeads) -> Inputs:
+def _multi_head(edit: Block, value: Any, known: KnownHeads) -> Inputs:
     call = _bound(_MULTI_HEAD, value)
     query, key, heads = call["query"], call["key"], call["num_heads"]
     batch = query.shape[1] if query.dim() == 3 else 1
@@ -188,7 +188,7 @@ def _masked(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask < _MASKED
 
 
-def _softmax(edit: _Block, value: Any, known: KnownHeads) -> Any:
+def _softmax(edit: Block, value: Any, known: KnownHeads) -> Any:
     scores = value.args[0] if isinstance(value, Inputs) and value.args else value
     if not isinstance(scores, Tensor) or scores.dim() < 3:
         raise NoPart("this softmax is not taken of scores of queries and keys.")
@@ -255,7 +255,7 @@ def _scaled_dot_product_attention(
 _FUSED = inspect.signature(_scaled_dot_product_attention)
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
-_WAYS: dict[str, Callable[[_Block, Any, KnownHeads], Any]] = {
+_WAYS: dict[str, Callable[[Block, Any, KnownHeads], Any]] = {
     "scaled_dot_product_attention": _fused,
     "multi_head_attention_forward": _multi_head,
     "softmax": _softmax,

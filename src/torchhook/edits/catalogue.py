@@ -258,3 +258,7 @@ class At(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return At(self.leaf, placed(self.edit, site, known))
+
+
+KINDS = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch, At)
+"""The edits themselves: a file of edits holds these."""

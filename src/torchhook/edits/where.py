@@ -25,7 +25,9 @@ def only(
 ) -> CataloguedEdit:
     """Apply an edit, or several in order, to a part of the value; the rest stays as it is, bit for bit.
 
-    >>> only(add(1.0), positions=-1)(torch.zeros(1, 3, 2), Site("h.3"))
+    >>> import torch
+    >>> from torchhook import edits
+    >>> edits.only(edits.add(1.0), positions=-1)(torch.zeros(1, 3, 2), Site("h.3"))
     tensor([[[0., 0.],
              [0., 0.],
              [1., 1.]]])
@@ -66,7 +68,10 @@ def only(
 def along(which: Which, dim: int, count: int | None = None) -> Along:
     """Choose along a dim that is named, where it cannot be told: ``heads=along(3, dim=-1, count=12)``.
 
-    >>> only(zero(), positions=along(0, dim=0))(torch.ones(2, 1, 3), Site("sequence_first"))
+    >>> import torch
+    >>> from torchhook import edits
+    >>> first = edits.only(edits.zero(), positions=edits.along(0, dim=0))
+    >>> first(torch.ones(2, 1, 3), Site("sequence_first"))
     tensor([[[0., 0., 0.]],
     <BLANKLINE>
             [[1., 1., 1.]]])
