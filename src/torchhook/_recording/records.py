@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchhook._recording import joining, saving
 from torchhook._recording.address import Site, Which, readings, shown
 from torchhook._recording.rows import Record as Record
-from torchhook._recording.rows import Row, chosen, in_order, made
+from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
 from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
@@ -64,7 +65,7 @@ class Recording:
 
     # -- filling ------------------------------------------------------------------------------
 
-    def opened(self, site: Site, limit: int | None = None, calls: Iterable[Site] = ()) -> Rows:
+    def opened(self, site: Site, limit: int | None = None, calls: Sequence[Site] = ()) -> Rows:
         """The rows of a site, to be appended to; made on the first request, for the ``calls`` of it that are named."""
         if site.call is not None:
             site = site.every_call
@@ -168,7 +169,7 @@ class Recording:
     @property
     def sites(self) -> list[Site]:
         """The sites that have records, in the order in which they first ran."""
-        first = {site: in_order(rows)[0][1] for site, rows in self._rows.items() if rows}
+        first = {site: in_order(rows)[0][1] for site, rows in self._rows.items() if has_rows(rows)}
         return sorted(first, key=first.__getitem__)
 
     def keys(self) -> list[str]:
@@ -190,7 +191,7 @@ class Recording:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return sum(1 for rows in self._rows.values() if rows)
+        return sum(1 for rows in self._rows.values() if has_rows(rows))
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -230,7 +231,7 @@ class Recording:
     def _calls(self, site: Site, call: Which) -> list[Row]:
         """The rows of one call, of some, or of all of them."""
         rows = self._read(site, call)
-        if not (found := chosen(rows, call)):
+        if not (found := chosen(rows, call, ran(self._rows.get(site)))):
             calls = ", ".join(map(str, dict.fromkeys(row[0] for row in rows)))
             what = f"call {call}" if isinstance(call, int) else f"calls {call}"
             raise MissingRecordError(f"{str(site)!r} has no record of {what}; kept are calls {calls}.")
@@ -301,6 +302,7 @@ class Recording:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the recording as one safetensors file: the tensors by their sites, the rest as JSON in its metadata."""
         records = self.records()
+        several = Counter(record.site for record in records)
         self._find_other_names()
         return saving.save(
             path,
@@ -314,9 +316,10 @@ class Recording:
                 "elsewhere": self.elsewhere,
                 "recomputed": self.recomputed,
                 "stopped": self.stopped,
+                "windows": [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)],
                 "steps": self.passes.plain([self._pass(r.site, (r.call, r.order, None)) for r in records]),
             },
-            [_name(record, len(self._rows[record.site])) for record in records],
+            [_name(record, several[record.site]) for record in records],
         )
 
 
@@ -361,6 +364,8 @@ def load(path: str | os.PathLike[str]) -> Recording:
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
         recording.stopped = about.get("stopped", "")  # older files do not say
+        for (place, op, port), calls in about.get("windows", ()):
+            recording._rows[Site(place, op, None, port)] = Window([None], ran=calls)
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
             recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
