@@ -264,7 +264,7 @@ class Recording:
             shapes = list(dict.fromkeys(record.shape for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
-            generated = self._generated(site, records) if len(self.passes) else []
+            generated = _generated(records) if self.passes else []
             rows.append([site.shown, str(len(records)), *generated, shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
@@ -274,14 +274,8 @@ class Recording:
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         notes += [self.stopped] if self.stopped else []
-        of_steps = [">steps", ">positions"] if len(self.passes) else []
+        of_steps = [">steps", ">positions"] if self.passes else []
         return Table(title, ["site", ">calls", *of_steps, "shape", "dtype", "device", ">size"], rows, notes)
-
-    def _generated(self, site: Site, records: list[Record]) -> list[str]:
-        """The steps of a site and the positions that they begin at, for a table."""
-        steps = [record.step for record in records if record.step is not None]
-        positions = [record.position for record in records if record.position is not None]
-        return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
     def _unsaved(self) -> dict[str, list[Site]]:
         """What a file could not hold, by its type, and the sites that it was part of."""
@@ -326,6 +320,13 @@ class Recording:
 def _name(record: Record, records: int) -> str:
     """What other readers of the file find its tensors by: the address, with the call where there are several."""
     return record.site.shown if records == 1 else record.site.but(call=record.call).shown
+
+
+def _generated(records: list[Record]) -> list[str]:
+    """The steps of a site and the positions that they begin at, for a table."""
+    steps = [record.step for record in records if record.step is not None]
+    positions = [record.position for record in records if record.position is not None]
+    return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
 
 def _times(number: int) -> str:
