@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 import torchhook as th
 from torchhook import edits
-from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, NeverRanWarning, SelectorError
+from torchhook.errors import (
+    AmbiguousCallError,
+    ExtractError,
+    MissingRecordError,
+    NeverRanError,
+    NeverRanWarning,
+    SelectorError,
+)
 
 
 class Loop(nn.Module):
@@ -300,3 +307,22 @@ def test_features_are_one_call_each(model: Loop) -> None:
     for text in ("-1", "1:"):
         with pytest.raises(SelectorError, match="a feature is one call, counted from the first: 'step#1'"):
             th.FeatureLayers(model, [f"step#{text}"], attach=True)
+
+
+def test_an_extraction_wants_one_call_of_a_range(model: Loop, tmp_path: Path) -> None:
+    assert th.extract(model, iter([X]), "step#1:2", out=tmp_path / "a")["step#1:2"].shape == (2, 3)
+    with pytest.raises(ExtractError, match=r"'step#1:' runs 4 times in one forward pass: .*'step#1' to 'step#4'"):
+        th.extract(model, iter([X]), "step#1:", out=tmp_path / "b")
+    with pytest.raises(ExtractError, match=r"'step:input' runs 5 times .*'step#0:input' to 'step#4:input'"):
+        th.extract(model, iter([X]), "step:input", out=tmp_path / "c")
+
+
+def test_a_sweep_patches_the_calls_of_a_range_one_by_one(model: Loop) -> None:
+    swept = th.sweep(model, X, X.flip(0), sites="step#1:3", metric=lambda output: output[0, 0], positions=None)
+    assert [str(site) for site in swept.sites] == ["step#1", "step#2"]
+
+
+def test_a_feature_that_ran_several_times_is_named_with_its_port_behind_the_call(model: Loop) -> None:
+    for text, one in (("step#1:", "step#0"), ("step:input", "step#0:input")):
+        with pytest.raises(AmbiguousCallError, match=f"'{text}' ran . times. Say which call: '{one}' is the first"):
+            th.FeatureExtractor(model, [text])(X)

@@ -71,7 +71,7 @@ class Recording:
             site = site.every_call
         rows = self._rows.get(site)
         if rows is None:
-            rows = self._rows[site] = made(limit, calls)
+            rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
         return rows
 
     @property
