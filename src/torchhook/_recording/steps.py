@@ -92,6 +92,10 @@ class Passes:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __bool__(self) -> bool:
+        """Whether anything was generated."""
+        return any(one.step is not None for one in self._all)
+
     def __iter__(self) -> Iterator[Pass]:
         return iter(self._all)
 

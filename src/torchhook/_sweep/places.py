@@ -144,8 +144,6 @@ def places(target: Target, recording: Recording, leaf: str | None, way: Way | No
     """A place for each call that the clean run made of a site, cut in that way or not at all."""
     site = target.site
     records = recording.records(site)
-    if site.call is not None:
-        records = [record for record in records if record.call == site.call]
     several = len(records) > 1 or site.call is not None
     found = []
     for record in records:
