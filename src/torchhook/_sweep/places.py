@@ -56,7 +56,7 @@ class Heads(NamedTuple):
     axis: HeadAxis
 
     def length(self, tensor: Tensor) -> int:
-        return self.axis.count
+        return self.axis.heads
 
     def part(self, tensor: Tensor, position: int) -> Tensor:
         dim, count, groups, joined = self.axis
