@@ -59,11 +59,12 @@ class Heads(NamedTuple):
         return self.axis.heads
 
     def part(self, tensor: Tensor, position: int) -> Tensor:
-        dim, count, groups, joined = self.axis
+        dim, heads, groups, joined = self.axis
         if not joined:
             return tensor.select(dim, position)
         # Splitting a dim is always a view.
-        return tensor.unflatten(dim, (groups, count, -1)).select(dim + 1, position)
+        split: Tensor = tensor.unflatten(dim, (groups, heads, -1))
+        return split.select(dim + 1, position)
 
 
 class Place(NamedTuple):
