@@ -6,9 +6,7 @@ on which it stands; those of a loop that somebody wrote, by the cache that goes 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from types import FrameType
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,7 +18,7 @@ from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import graph_task, times_running
+from torchhook._torch import frames, graph_task, times_running
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, put_before
 
@@ -78,7 +76,7 @@ class Place(NamedTuple):
 def place(module: nn.Module) -> Place | None:
     """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
     found, prefill, beams = None, False, False
-    for frame in _frames():
+    for frame in frames(1):
         name = frame.f_code.co_name
         if name == "generate":
             owner = frame.f_locals.get("self")
@@ -91,13 +89,6 @@ def place(module: nn.Module) -> Place | None:
         elif "beam" in name:
             beams = True
     return found
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class Given(NamedTuple):

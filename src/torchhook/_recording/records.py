@@ -300,6 +300,8 @@ class Recording:
     def plain(self) -> tuple[list[Any], dict[str, Any], list[str]]:
         """What a file holds: the values, what JSON can say of them, and a name for each."""
         records = self.records()
+        windows = [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)]
+        passed = [self._pass(record.site, (record.call, record.order, None)) for record in records]
         several = Counter(record.site for record in records)
         self._find_other_names()
         about = {
@@ -311,8 +313,9 @@ class Recording:
             "elsewhere": self.elsewhere,
             "recomputed": self.recomputed,
             "stopped": self.stopped,
-            "windows": [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)],
-            "steps": self.passes.plain([self._pass(r.site, (r.call, r.order, None)) for r in records]),
+            # Where there are any: a file of one forward pass has no more than it had.
+            **({"windows": windows} if windows else {}),
+            **({"steps": self.passes.plain(passed)} if self.passes else {}),
         }
         names = [_name(record, several[record.site]) for record in records]
         return [record.value for record in records], about, names
