@@ -7,9 +7,8 @@ each row, of integers or of booleans. Dims stay: an integer chooses a part of si
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -46,29 +45,34 @@ def choice(which: Which, name: str, lines: bool = False) -> Any:
         return which
     if isinstance(which, Along):
         return dataclasses.replace(which, which=choice(which.which, name, lines))
-    if not isinstance(which, (Tensor, np.ndarray)):
-        try:
-            return operator.index(which) if not isinstance(which, bool) else _refuse(which, name)
-        except TypeError:
-            pass
-    try:
-        # A list of tensors, such as the positions of a comparison, is one of numbers too.
-        found = torch.as_tensor(np.asarray(which) if not isinstance(which, Tensor) else which).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+    if isinstance(which, bool):
         _refuse(which, name)
-    if found.dtype != torch.bool and (found.is_floating_point() or found.is_complex()) and found.numel():
-        _refuse(which, name)
+    # Not by operator.index: a tensor or an array of one element has it too, and is a list.
+    if isinstance(which, (int, np.integer)):
+        return int(which)
+    found = _as_tensor(which, name)
     if found.dim() > (2 if lines else 1) or (found.dim() == 0 and found.dtype == torch.bool):
         _refuse(which, name, f" of {found.dim()} dims" if found.dim() else "")
-    if not found.numel():
-        raise ValueError(f"{name}={which!r} chooses nothing.")
     if found.dtype == torch.bool or found.dim() == 2:
-        return found if found.dtype == torch.bool else found.long()
+        return found
     numbers: int | list[int] = found.tolist()
     return numbers
 
 
-def _refuse(which: Any, name: str, what: str = "") -> Any:
+def _as_tensor(which: Any, name: str) -> Tensor:
+    """The integers or booleans of a choice."""
+    try:
+        found = which.detach().cpu() if isinstance(which, Tensor) else torch.as_tensor(np.asarray(which))
+    except (TypeError, ValueError, RuntimeError):
+        _refuse(which, name)
+    if not found.numel():
+        raise ValueError(f"{name}={which!r} chooses nothing.")
+    if found.is_floating_point() or found.is_complex():
+        _refuse(which, name)
+    return found if found.dtype == torch.bool else found.long()
+
+
+def _refuse(which: Any, name: str, what: str = "") -> NoReturn:
     lines = ", or a line of these for each row" if name == "positions" else ""
     raise TypeError(f"{name}={which!r}{what}: give an integer, a slice, a list of integers or a boolean mask{lines}.")
 

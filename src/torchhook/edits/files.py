@@ -39,9 +39,9 @@ def save_edits(path: str | os.PathLike[str], edits: Mapping[str, Any]) -> Path:
 
     >>> import tempfile
     >>> from torchhook import edits
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> path = save_edits(f"{folder.name}/steering.safetensors", {"h.3": edits.add(torch.ones(8))})
-    >>> load_edits(path)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_edits(f"{folder}/steering.safetensors", {"h.3": edits.add(torch.ones(8))})
+    ...     load_edits(path)
     {'h.3': edits.add((8,))}
 
     Args:
