@@ -1,6 +1,5 @@
 """The live scope: attach one hook per module and direction, hand each passing value to its edits and looks, and take
-every hook away again, whatever happens. Everything that looks into a model is a thin user of ``Session``.
-"""
+every hook away again, whatever happens. Everything that looks into a model is a thin user of ``Session``."""
 
 from __future__ import annotations
 
@@ -372,6 +371,13 @@ class Session:
                     target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
                 )
             self.recording.missing[address] = why
+
+    def __repr__(self) -> str:
+        state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
+        return f"<session on {self.recording.model_name}: {self._taps.counted}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return self._taps.table(repr(self)[1:-1])._repr_html_()
 
     # -- not a recording ------------------------------------------------------------------------
 

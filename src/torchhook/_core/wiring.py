@@ -20,6 +20,7 @@ from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Rows
+from torchhook._recording.tables import Table, counted
 from torchhook._torch import graph_task
 from torchhook.errors import SelectorError, SessionError
 
@@ -85,6 +86,18 @@ class Taps:
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
+
+    @property
+    def counted(self) -> str:
+        """How many sites there are, in words."""
+        return counted(len(self.targets), "site")
+
+    def table(self, title: str) -> Table:
+        """The sites, what is done there, and how often they ran."""
+        rows = [
+            [site.shown, "edited" if tap.edits else "read", str(tap.ran)] for site, (_, tap) in self.targets.items()
+        ]
+        return Table(title, ["site", "", ">calls"], rows)
 
     # -- making -------------------------------------------------------------------------------------
 

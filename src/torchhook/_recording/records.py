@@ -15,13 +15,13 @@ from torch import Tensor
 
 from torchhook._recording import saving, tensor_codecs
 from torchhook._recording.address import Site, readings, shown
-from torchhook._recording.tables import Table, size
+from torchhook._recording.tables import Table, facts, size
 from torchhook._values import tree
 from torchhook._values.loaded import Opaque
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Record:
     """One kept value: where and when it passed, and the value."""
 
@@ -46,6 +46,13 @@ class Record:
     @property
     def nbytes(self) -> int:
         return sum(_nbytes(t) for t in tree.tensors(self.value))
+
+    def __repr__(self) -> str:  # without the numbers, which are most of it and seldom meant
+        return f"<Record of {self.site.shown!r}, call {self.call}: {self.shape} {self.dtype} on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        told = {"call": self.call, "value": self.shape, "dtype": self.dtype, "device": self.device}
+        return facts(self.site.shown, {**told, "memory": size(self.nbytes)})._repr_html_()
 
 
 def _common(texts: Iterator[str]) -> str:
