@@ -195,7 +195,7 @@ class _nothing:
 def test_a_session_lists_its_sites_what_is_done_there_and_how_often_they_ran() -> None:
     page = Page(session()._repr_html_())
     assert page.text.split() == [
-        *"session on Sequential: 3 sites, closed".split(),
+        *["session", "on", "Sequential:", "3", "sites,", "closed"],
         *["site", "calls", "1", "edited", "1", "0", "read", "1", "2:input", "read", "1"],
     ]
 
