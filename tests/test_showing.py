@@ -1,4 +1,4 @@
-"""What a notebook shows: every object that a function returns has a text of its own, and HTML that a browser can read."""
+"""What a notebook shows: whatever a function returns has a text of its own, and HTML that a browser can read."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_every_result_is_shown_as_html_in_a_notebook(name: str, tmp_path: Path) 
     value = make(tmp_path)
     page = Page(value._repr_html_())
     assert page.attributes[0]["class"] == "torchhook"
-    words = [word for word in words if not (name == "Watch")]
+    words = [word for word in words if name != "Watch"]  # its table is that of the step
     assert [word for word in words if word not in page.text] == []
 
 

@@ -17,7 +17,7 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
-from torchhook._recording.address import Site
+from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
 from torchhook._recording.sweeps import Sweep, nothing_between
 from torchhook._values import tree
@@ -130,7 +130,10 @@ def _leaves(value: Any, site: str, leaf: str | None, dim: int | None) -> dict[st
     found = {address: part for address, part in tree.leaves(value) if isinstance(part, Tensor)}
     if leaf is not None:
         if leaf not in found:
-            raise EditError(f"{site}: no tensor at leaf={leaf!r}. {suggestion(leaf, found)}")
+            # The leaf of a bare tensor is the tensor, and has no name to suggest.
+            bare = f"The value is one tensor of shape {tuple(value.shape)}: leave leaf= out." if "" in found else ""
+            there = bare or suggestion(leaf, found) or f"There is none in it: {tree.describe(value)}."
+            raise EditError(f"{shown(site)}: no tensor at leaf={leaf!r}. {there}")
         found = {leaf: found[leaf]}
     if dim is None:
         return found

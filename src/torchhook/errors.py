@@ -103,7 +103,7 @@ def _about(name: str) -> str:
     return f"About {name}: {page.as_uri() if page else f'docs/errors/{name}.md'}"
 
 
-# No note: Python 3.10 has none, torch's compiler cannot follow a constructor that adds one, and pytest takes notes for a
+# No note: Python 3.10 has none, torch's compiler cannot follow a constructor that adds one, and to pytest notes are a
 # part of the message.
 def _is_printed() -> bool:
     """Whether the message of an error is asked for by what prints tracebacks."""

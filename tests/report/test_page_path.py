@@ -18,7 +18,8 @@ X = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def photo(tmp_path_factory: pytest.TempPathFactory) -> PagePath:
-    return report(Photo().eval(), X, tmp_path_factory.mktemp("report") / 'photo <1> & "2".html', title='A "photo" <&>')
+    out = tmp_path_factory.mktemp("report") / 'photo <1> & "2".html'
+    return report(Photo().eval(), X, out, title='A "photo" <&>')
 
 
 def framed(tab: Tab, folder: Path, shown: str) -> Any:

@@ -75,8 +75,8 @@ class CAM:
     def __repr__(self) -> str:
         how = ", chosen by rule" if self.chosen else ""
         return (
-            f"CAM(map {_size(self.map)} from {_size(self.raw)}; method {self.method!r}; layer {self.layer.shown!r}{how}: "
-            f"{self.layout}; target {_short(self.target)})"
+            f"CAM(map {_size(self.map)} from {_size(self.raw)}; method {self.method!r}; "
+            f"layer {self.layer.shown!r}{how}: {self.layout}; target {_short(self.target)})"
         )
 
 

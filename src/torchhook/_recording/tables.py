@@ -83,10 +83,8 @@ def facts(title: str, told: Mapping[str, object], notes: Iterable[str] = ()) -> 
 
 def picture(png: bytes, text: str) -> str:
     """A picture beside a table, as HTML that needs no file; ``text`` is for those who cannot see it."""
-    data = base64.b64encode(png).decode()
-    return (
-        f'<img class="torchhook" src="data:image/png;base64,{data}" alt="{html.escape(text)}" style="max-width:100%">'
-    )
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<img class="torchhook" src="{source}" alt="{html.escape(text)}" style="max-width:100%">'
 
 
 def capped(text: str, width: int = _WIDEST) -> str:
