@@ -139,3 +139,22 @@ def test_the_times_are_of_one_run_and_add_up() -> None:
         assert layer.seconds is None or inside <= layer.seconds
     # The heading and the tables write a time in the same way.
     assert dict(page.about)["forward"] == f"{page.times.plain * 1e3:.2f} ms"
+
+
+def test_a_trained_model_of_torchvisions_is_told_by_the_names_of_its_classes() -> None:
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    names = models.ShuffleNet_V2_X0_5_Weights.DEFAULT.meta["categories"]
+    model, x = models.shufflenet_v2_x0_5().eval(), torch.rand(1, 3, 32, 32)
+    options = {"gradients": False, "attention": False, "cam": None, "repeats": 1}
+    made = collect(model, x, **options)
+    assert made.banner.startswith("Random weights")
+    assert all(name.startswith("class ") for name, _ in made.classes)  # of random weights, none has a meaning
+    with torch.no_grad():
+        model.conv1[1].weight.add_(0.1)
+        model.fc.bias.copy_(torch.randn(1000))
+        model.fc.bias[285] = 1e3
+    made = collect(model, x, **options)
+    assert made.banner == ""
+    assert made.classes[0][0] == f"{names[285]} (285)"
+    assert any("torchvision" in note for note in made.notes)
+    assert collect(model, x, labels={285: "Hund"}, **options).classes[0][0] == "Hund (285)"

@@ -38,12 +38,14 @@ class CAM:
     method: str
     layout: str
     """How the layer's output was read."""
+    names: list[str] | None = None
+    """What the class of each example is called, with its number; ``None`` where nobody knows."""
 
     def overlay(self, image: Any, **options: Any) -> Any:
         """Draw the maps over the images and return the figure; options are those of ``th.plot.overlay``."""
         from torchhook.plot import overlay
 
-        return overlay(image, self.map, **options)
+        return overlay(image, self.map, **{"titles": self.names, **options})
 
     def table(self) -> Table:
         """How the maps were made."""
@@ -53,7 +55,7 @@ class CAM:
             "grid": f"{_size(self.raw)} ({self.layout})",
             "layer": f"{how}{self.layer.shown}",
             "method": self.method,
-            "target": _short(self.target),
+            "target": self._target(),
             "score": ", ".join(f"{score:.4g}" for score in self.scores[:_SHOWN].tolist()),
         }
         left_out = len(self.map) - _SHOWN
@@ -68,15 +70,18 @@ class CAM:
             return ""
         from torchhook.plot import feature_maps
 
-        targets = [self.target] * len(self.map) if isinstance(self.target, str) else self.target
+        targets = [self.target] * len(self.map) if isinstance(self.target, str) else self.names or self.target
         maps = {f"{i}: {target}": self.map[i : i + 1, None] for i, target in enumerate(targets[:_SHOWN])}
         return picture(feature_maps(maps, cmap="inferno")._repr_png_(), f"maps of {', '.join(maps)}")
+
+    def _target(self) -> str:
+        return self.target if isinstance(self.target, str) else _short(self.names or self.target)
 
     def __repr__(self) -> str:
         how = ", chosen by rule" if self.chosen else ""
         return (
             f"CAM(map {_size(self.map)} from {_size(self.raw)}; method {self.method!r}; "
-            f"layer {self.layer.shown!r}{how}: {self.layout}; target {_short(self.target)})"
+            f"layer {self.layer.shown!r}{how}: {self.layout}; target {self._target()})"
         )
 
 
@@ -84,8 +89,9 @@ def _size(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape))
 
 
-def _short(target: list[int] | str) -> str:
-    return str(target) if isinstance(target, str) or len(target) <= 8 else f"{target[:8]}… of {len(target)}"
+def _short(parts: list[int] | list[str]) -> str:
+    some = ", ".join(map(str, parts[:8]))
+    return f"[{some}]" if len(parts) <= 8 else f"[{some}]… of {len(parts)}"
 
 
 def upsample(maps: Tensor, size: Sequence[int]) -> Tensor:

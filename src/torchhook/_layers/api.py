@@ -19,7 +19,7 @@ from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import SelectorError, suggestion
 
-__all__ = ["Layer", "Layers", "Op", "Ops", "layers", "numel", "ops", "seconds"]
+__all__ = ["COLUMNS", "Layer", "Layers", "Op", "Ops", "chosen", "layers", "numel", "ops", "seconds"]
 
 
 class Layer(NamedTuple):

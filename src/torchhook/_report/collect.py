@@ -23,13 +23,13 @@ from torchhook._report import pictures
 from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
-from torchhook._report.score import Labels, Score, known_labels, likely, name_of, next_token
+from torchhook._report.score import Score, likely, next_token
 from torchhook._report.untrained import untrained
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
 from torchhook._values.subclasses import is_part
-from torchhook._values.targets import Goal, is_function
+from torchhook._values.targets import Goal, Labels, is_function, known_labels, name_of, torchvision_labels
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
 from torchhook.errors import NoAttentionError
@@ -73,8 +73,8 @@ def collect(
     layers, numbers_of = _layers(index)
     view = View(len(layers), shown.image_tensor(given) is not None)
     view.reads = shown.reads(given)
-    labels = known_labels(index.modules[""]) if labels is None else labels
     notes: list[str] = []
+    banner = untrained(index)
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
         notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
@@ -85,6 +85,7 @@ def collect(
         again()
         output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
         again()
+        labels = _class_names(index.modules[""], output, banner, notes) if labels is None else labels
         if attention:
             _attention(model, given, index, layers, numbers_of, view, notes)
         again()
@@ -118,10 +119,20 @@ def collect(
         tokens=_tokens(given, tokens, picture, sums),
         classes=likely(output, labels),
         choices=f"the most likely {'next tokens' if word == 'token' else 'classes'}",
-        banner=untrained(index),
+        banner=banner,
         times=_times(layers, plain, times),
         notes=notes,
     )
+
+
+def _class_names(model: nn.Module, output: Any, untrained: str, notes: list[str]) -> Labels | None:
+    """What the classes are called, as far as that is known; the classes of random weights mean nothing."""
+    found = known_labels(model)
+    if found is None and not untrained:
+        found = torchvision_labels(model, output)
+        if found is not None:
+            notes.append("Class names are those of torchvision's own weights for this model: labels= says others.")
+    return found
 
 
 def _note_parts(view: View, index: Index, notes: list[str]) -> None:
