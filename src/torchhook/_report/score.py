@@ -20,6 +20,7 @@ from torchhook._values.targets import (
     pick,
 )
 
+
 class Score(NamedTuple):
     value: Tensor | None
     text: str
