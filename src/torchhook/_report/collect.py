@@ -285,5 +285,8 @@ def _about(model: nn.Module, layers: list[Layer], plain: float, train: bool) -> 
         ("device", ", ".join(devices) or "cpu"),
         ("dtype", ", ".join(dtypes) or "-"),
         ("made", f"{datetime.datetime.now():%Y-%m-%d %H:%M}"),
-        ("with", f"torchhook {__version__}, torch {torch.__version__.partition('+')[0]}, {platform.python_version()}"),
+        (
+            "with",
+            f"torchhook {__version__}, torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}",
+        ),
     ]

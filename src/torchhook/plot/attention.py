@@ -183,6 +183,7 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
         panel.set_xlim(0, room)
         panel.set_ylim(len(lines), 0)
         panel.set_axis_off()
+        ink = style.palette(panel).ink
         if label:
             panel.set_title(label, fontsize=style.SMALL, color=style.palette(panel).soft, loc="left", pad=2)
         for i, line in enumerate(lines):
@@ -193,7 +194,7 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
                 panel.text(start, i + 0.5, words[index], fontsize=letters, family="monospace", va="center",
                            color="white" if strength > 0.7 else _WORD, fontweight="bold" if asked else "normal",
                            bbox={"boxstyle": "round,pad=0.25", "facecolor": cmap(0.85 * strength),
-                                 "edgecolor": style.palette(panel).ink if asked else "none", "linewidth": 1.0})  # fmt: skip
+                                 "edgecolor": ink if asked else "none", "linewidth": 1.0})  # fmt: skip
     return figure
 
 
