@@ -81,7 +81,7 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
 
 def _legend(ax: Any, statuses: set[str], exact: bool, beside: str) -> None:
     lines, colors = require("matplotlib.lines", "viz"), style.palette(ax)
-    entries = [(status, _color(colors, status), "o") for status in ("same", "differs") if status in statuses]
+    entries = [(status, _color(colors, status), "o") for status in sorted(statuses & {"same", "differs"}, reverse=True)]
     if others := sorted(statuses - {"same", "differs"}):
         entries.append((", ".join(others), colors.amber, "x"))
     # Made by hand: every site is a line of its own, and would be an entry of its own.
