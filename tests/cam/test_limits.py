@@ -180,5 +180,8 @@ def test_classes_are_called_by_their_names_where_these_are_known() -> None:
 def test_a_model_of_torchvisions_is_explained_by_the_names_of_its_classes() -> None:
     models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
     torch.manual_seed(0)
-    seen = cam(models.resnet18().eval(), torch.rand(1, 3, 64, 64), 285)
-    assert seen.names == ["Egyptian cat (285)"]
+    model, x = models.resnet18().eval(), torch.rand(1, 3, 64, 64)
+    assert cam(model, x, 285).names is None  # of random weights, no class has a meaning
+    with torch.no_grad():
+        model.bn1.weight.add_(0.1)  # trained, as far as that can be told
+    assert cam(model, x, 285).names == ["Egyptian cat (285)"]

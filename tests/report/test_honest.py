@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.report.nets import Photo, Text
-from torchhook import demo
-from torchhook._core.index import Index
 from torchhook._report.collect import collect
 from torchhook._report.facts import Page
-from torchhook._report.untrained import untrained
 
 X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
@@ -64,35 +61,6 @@ def test_a_projection_that_multihead_attention_reads_without_a_call_is_no_findin
     assert (projection.ran, projection.silent) == (0, "")
     assert "pytorch#78109" in projection.idle
     assert "silent" not in kinds(page)
-
-
-@pytest.mark.parametrize("build", [gpt2, Photo, Text, lambda: nn.Sequential(nn.Linear(16, 16))])
-def test_random_weights_are_said(build: object) -> None:
-    model = build()  # type: ignore[operator]
-    assert untrained(Index(model)).startswith("Random weights")
-
-
-def test_a_few_steps_of_training_end_the_random_weights() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
-    assert untrained(Index(model)) == ""
-
-
-def test_trained_weights_have_no_banner() -> None:
-    assert untrained(Index(demo.efficientnet_lite0())) == ""
-    assert untrained(Index(nn.Sequential(nn.ReLU()))) == ""  # nothing that could tell
-
-
-def test_a_trained_backbone_with_a_new_head_has_no_banner() -> None:
-    model = Photo()
-    with torch.no_grad():
-        model.stem[1].weight.uniform_(0.5, 1.5)
-    assert untrained(Index(model)) == ""
 
 
 def test_classes_have_the_names_that_a_config_knows() -> None:

@@ -18,6 +18,7 @@ from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
+from torchhook._layers.api import untrained
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.layout import Grids, Layout, infer, known_kind
@@ -69,7 +70,7 @@ def cam(
         batch: So many channels at a time, for Score-CAM and Ablation-CAM.
         channels: So many of the strongest channels only, for Score-CAM and Ablation-CAM.
         labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config, or
-            of torchvision's own weights for a model of its own with as many classes.
+            of torchvision's own weights for a trained model of its own with as many classes.
         progress: Show a progress bar, for Score-CAM and Ablation-CAM.
     """
     formula = known_method(method)
@@ -178,7 +179,6 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
         # Kept for the trials that follow: the class that is explained must be the one of the unchanged input.
         seen.score = Scores(goal, output, shown.examples)
         seen.scores = seen.score(output)
-        seen.labels = known_labels(index.root) or torchvision_labels(index.root, output)
     if not seen.values:
         cause = recording.missing.get(str(target.site), "it was not called.")
         raise NeverRanError(f"layer {target.site.shown!r} never ran: {cause}")
@@ -187,7 +187,15 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
         raise AmbiguousCallError(
             f"layer {target.site.shown!r} ran {len(seen.values)} times: say which, from {first!r} to {last!r}."
         )
+    seen.labels = _class_names(index, output)
     return seen
+
+
+def _class_names(index: Index, output: Any) -> Labels | None:
+    found = known_labels(index.root)
+    theirs = torchvision_labels(index.root, output) if found is None else None
+    # The classes of random weights mean nothing.
+    return theirs if theirs is not None and not untrained(index) else found
 
 
 def _gradient(seen: _Seen) -> Tensor:

@@ -16,7 +16,7 @@ from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.offload import loaded
 from torchhook._core.select import Selector
-from torchhook._layers.api import seconds
+from torchhook._layers.api import seconds, untrained
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
@@ -24,7 +24,6 @@ from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
 from torchhook._report.score import Score, likely, next_token
-from torchhook._report.untrained import untrained
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
