@@ -25,7 +25,7 @@ from torchhook._core.scope import Scope, Stop, Stopped
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Look
-from torchhook._core.wiring import Taps
+from torchhook._core.wiring import Shown, Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
@@ -34,7 +34,7 @@ from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint
 Threads = Literal["own", "all"]
 
 
-class Session:
+class Session(Shown):
     """Edits and looks on sites of a model, for as long as it is open.
 
     Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
