@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -108,3 +109,70 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
 
 
 is_direct = _works()
+
+
+# -- who holds a value ---------------------------------------------------------------------------------
+
+
+class _Makes(nn.Module):
+    """Returns a value that nobody else holds, or one that it holds itself."""
+
+    def forward(self, hold: bool) -> Tensor:
+        value = torch.ones(2)
+        self.held = value if hold else None
+        return value
+
+
+class _Counts:
+    """A hook as taps are: an object, called with the value as its last argument."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.found = getrefcount(output)
+
+
+def _references_in_hook(hold: bool) -> int:
+    module, hook = _Makes(), _Counts()
+    module.register_forward_hook(hook)
+    module(hold)
+    return hook.found
+
+
+def _references_of_base(view: Tensor) -> int:
+    base = view._base
+    return getrefcount(base)
+
+
+def _references_of_part(parts: tuple[Tensor]) -> int:
+    for part in parts:
+        found = getrefcount(part)
+    return found
+
+
+def _counted(count: Callable[[bool], int]) -> int:
+    """The references to a value that nobody else holds; -1 where one that is held would not have one more."""
+    try:
+        if nn.modules.module._has_any_global_hook():  # they may hold what passes, now and not later
+            return -1
+        made, held = count(False), count(True)
+    except Exception:  # whatever a later torch or Python makes of it
+        return -1
+    return made if held == made + 1 else -1
+
+
+def _of_base(hold: bool) -> int:
+    held = torch.ones(2)
+    return _references_of_base(held.view(2, 1) if hold else torch.ones(2).view(2, 1))
+
+
+def _of_part(hold: bool) -> int:
+    held = torch.ones(2)
+    return _references_of_part((held,) if hold else (torch.ones(2),))
+
+
+held_by_call = _counted(_references_in_hook)
+"""How many references a hook finds to its value when only the running call holds it: then the call has made it."""
+held_by_view = _counted(_of_base)
+"""How many a function finds to what a tensor is a view of, when only the view holds that."""
+held_by_tuple = _counted(_of_part)
+"""How many a loop finds to a part of a tuple, when only the tuple holds that."""
+

@@ -27,7 +27,6 @@ from torchhook._core.taps import CustomTap, Look
 from torchhook._core.wiring import Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._values import tree
 from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
 
 Threads = Literal["own", "all"]
@@ -128,7 +127,7 @@ class Session:
         self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
         self.recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.add_look(lambda value, call: keep.called_with(tree.tensors(value)), first=True)
+        self._taps.root.add_look(passing.inputs_kept_from(keep), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
