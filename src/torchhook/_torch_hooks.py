@@ -7,7 +7,7 @@ and stands beside it because files stay short.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from sys import getrefcount
 from typing import Any
 
@@ -55,9 +55,20 @@ def _works_on_leaves() -> bool:
     return found == [2.0]
 
 
+_keys: Iterator[int] = iter(())
+"""Keys that torch gives to nobody else. Many are taken at once: to change a class, for each hook, is slow."""
+
+
+def _more_keys() -> int:
+    global _keys
+    first = RemovableHandle.next_id
+    RemovableHandle.next_id = first + 1000
+    _keys = iter(range(first + 1, first + 1000))
+    return first
+
+
 def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> None:
-    key = RemovableHandle.next_id
-    RemovableHandle.next_id = key + 1
+    key = next(_keys, None) or _more_keys()
     # Known before it is there: an interrupt may come between any two lines.
     if marks is not None:
         undo.append((marks, key))
@@ -78,8 +89,7 @@ def put_after(undo: Undo, module: nn.Module, hook: Hook) -> None:
     """Call ``hook(module, args, output)`` after the module ran."""
     if is_direct and type(module).register_forward_hook is _AFTER:
         # As in _put, without the call.
-        key = RemovableHandle.next_id
-        RemovableHandle.next_id = key + 1
+        key = next(_keys, None) or _more_keys()
         undo.append((hooks := module._forward_hooks, key))
         hooks[key] = hook
     else:
@@ -92,8 +102,7 @@ def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
     hooks = getattr(leaf, "_backward_hooks", None)
     is_plain = leaf.grad_fn is None and type(leaf) in (Tensor, nn.Parameter)
     if is_direct and is_plain and type(hooks) is OrderedDict:
-        key = RemovableHandle.next_id
-        RemovableHandle.next_id = key + 1
+        key = next(_keys, None) or _more_keys()
         undo.append((hooks, key))
         hooks[key] = hook
     else:
@@ -175,4 +184,3 @@ held_by_view = _counted(_of_base)
 """How many a function finds to what a tensor is a view of, when only the view holds that."""
 held_by_tuple = _counted(_of_part)
 """How many a loop finds to a part of a tuple, when only the tuple holds that."""
-

@@ -40,7 +40,7 @@ class Index:
         module = self.root
         if not path:
             return module
-        above = {id(module)}
+        above: list[nn.Module] = []
         for name in path.split("."):
             children = module._modules
             if name not in children:  # no get: the children of TorchScript have none
@@ -50,17 +50,19 @@ class Index:
                 return None
             if notes is not None:
                 notes.append((children, name, child))
-            module = child
             if child._modules:
-                module = unwrapped(child)
-                if id(module) in above:  # a module that contains itself
-                    return None
-                above.add(id(module))
+                above.append(module)
+                child = unwrapped(child)
+                for other in above:
+                    if child is other:  # a module that contains itself
+                        return None
+            module = child
         return module
 
     def is_as_it_was(self) -> bool:
         """Whether the modules that were found are still where they were."""
-        return all(name in children and children[name] is child for children, name, child in self.followed)
+        # A list, as most are short: a generator takes longer to begin than these to look at.
+        return not [name for held, name, child in self.followed if name not in held or held[name] is not child]
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose paths a glob matches, in the order of the model. Only where it leads is looked."""
@@ -76,14 +78,18 @@ class Index:
             below = _walk(module, path, above, self.followed)
             yield from ((found, inner) for found, inner in below if found and whole.fullmatch(found + "."))
         else:
-            fits = glob_pattern(parts[0]).fullmatch
+            fits, rest, children = glob_pattern(parts[0]).fullmatch, parts[1:], module._modules
             above = (*above, module)
-            for name, child in module._modules.items():
+            for name, child in children.items():
                 if child is not None and fits(name + "."):
-                    self.followed.append((module._modules, name, child))
+                    self.followed.append((children, name, child))
+                    here = f"{path}.{name}" if path else name
+                    if not rest and not child._modules:  # as most are
+                        yield here, child
+                        continue
                     inner = unwrapped(child)
                     if not any(inner is other for other in above):
-                        yield from self._matching(inner, f"{path}.{name}" if path else name, parts[1:], whole, above)
+                        yield from self._matching(inner, here, rest, whole, above)
 
     def matching_tensors(self, pattern: str) -> Iterator[tuple[str, nn.Module, str]]:
         """The parameters and buffers whose paths a glob matches, each with its owner and its name there."""

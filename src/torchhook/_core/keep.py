@@ -13,7 +13,7 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -68,7 +68,7 @@ class Keep:
         self._owned: Callable[[], Iterable[Tensor]] = tuple
         self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
-        self._inputs: list[Tensor] = []
+        self._inputs: Sequence[Tensor] = ()
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
 
@@ -137,7 +137,8 @@ class Keep:
         ``ids`` finds those that are no parameters, which are known by their type.
         """
         self._owned, self._find_ids, self._owned_ids = tensors, ids, None
-        self.called_with(())
+        self._inputs = ()
+        self._outliving_ids = self._outliving_storages = None
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""

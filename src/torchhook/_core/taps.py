@@ -219,13 +219,16 @@ class OutputTap(Tap):
 class RecordTap(OutputTap):
     """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
 
-    _does_more = True
+    # As long as nobody else edits, looks or wants gradients.
+    _edits, _only_looks, _does_more = False, True, False
 
-    def __init__(self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int]) -> None:
+    def __init__(
+        self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int], made_in: int
+    ) -> None:
         self.label = label
         self.scope = scope
         self.calls = count()
-        self._made_in = graph_task()
+        self._made_in = made_in
         self.keep = keep
         self.rows = rows
         self.order = order
@@ -255,9 +258,9 @@ class RecordTap(OutputTap):
             look(value, call)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
-        self._edits = bool(self.edits)
-        self._only_looks = not self.edits and not self.aliases
-        self._does_more = not self._only_looks or bool(self.looks)
+        if self.edits or self.aliases or self.looks:
+            self._edits, self._does_more = bool(self.edits), True
+            self._only_looks = not self.edits and not self.aliases
         put_after(undo, module, self)
 
 
