@@ -56,6 +56,9 @@ is_lazy_clone: Callable[[Tensor], bool] = _find("_C._is_cow_tensor", lambda tens
 base_of: Callable[[Tensor], Tensor | None] = _find("_base.__get__", lambda tensor: tensor, Tensor)
 """The tensor that this one is a view of, if it is one; itself where nobody knows: that only costs a closer look."""
 
+use_count: Callable[[Tensor], int] = _find("_use_count", lambda tensor: sys.maxsize, Tensor)
+"""How many hold a tensor inside of torch, its views among them, and Python as one; very many where nobody knows."""
+
 
 def storage_key(tensor: Tensor) -> int | None:
     """The identity of a tensor's memory, which its views share; ``None`` where it has none.

@@ -147,8 +147,8 @@ def _references_in_hook(hold: bool) -> int:
 
 
 def _references_of_base(view: Tensor) -> int:
-    base = view._base
-    return getrefcount(base)
+    base: Any = view._base
+    return int(getrefcount(base) + base._use_count())
 
 
 def _references_of_part(parts: tuple[Tensor]) -> int:
@@ -181,6 +181,6 @@ def _of_part(hold: bool) -> int:
 held_by_call = _counted(_references_in_hook)
 """How many references a hook finds to its value when only the running call holds it: then the call has made it."""
 held_by_view = _counted(_of_base)
-"""How many a function finds to what a tensor is a view of, when only the view holds that."""
+"""How many a function finds to what a tensor is a view of, with those inside of torch, when only the view holds it."""
 held_by_tuple = _counted(_of_part)
 """How many a loop finds to a part of a tuple, when only the tuple holds that."""

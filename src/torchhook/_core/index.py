@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from torchhook._torch import base_of
 from torchhook.errors import SelectorError
 
 Step = tuple[dict[str, nn.Module | None], str, nn.Module]
@@ -138,20 +139,20 @@ class Index:
         return found
 
     def plain_ids(self) -> frozenset[int]:
-        """Those of them that are no ``nn.Parameter``, by id: looked for at each opening, so as quickly as can be."""
-        ids, seen, waiting = list[int](), set[int](), [self.root]
+        """Those of them that are no ``nn.Parameter``, by id, and what they are views of: as quickly as can be."""
+        found, seen, waiting = list[Tensor](), set[int](), [self.root]
         while waiting:
             module = waiting.pop()
             held: Any = module._parameters
             for tensor in held.values():
                 if type(tensor) is Tensor:
-                    ids.append(id(tensor))
+                    found.append(tensor)
             if module._buffers:
-                ids += [id(tensor) for tensor in module._buffers.values() if type(tensor) is Tensor]
+                found += [tensor for tensor in module._buffers.values() if type(tensor) is Tensor]
             if module._modules and id(module) not in seen:  # no other one can contain itself
                 seen.add(id(module))
                 waiting += [child for child in module._modules.values() if child is not None]
-        return frozenset(ids)
+        return ids_of(found)
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
@@ -175,6 +176,16 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def ids_of(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The ids of tensors, and of what they are views of: other views of that share their memory."""
+    found = list[int]()
+    for tensor in tensors:
+        found.append(id(tensor))
+        if type(tensor) is Tensor and (base := base_of(tensor)) is not None:
+            found.append(id(base))
+    return frozenset(found)
 
 
 def described(value: object) -> str:

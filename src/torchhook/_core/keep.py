@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped
+from torchhook._core.index import ids_of
+from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped, use_count
 from torchhook._torch_hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.host_copies import HostCopies
@@ -90,7 +91,10 @@ class Keep:
             and not in_transform()
             and (self._to_host is None or value.is_cpu or value.is_cuda)
             and (made_here or not self._outlives(value))
-            and ((base := base_of(value)) is None or self._is_passing(getrefcount(base) <= held_by_view, base, value))
+            and (
+                (base := base_of(value)) is None
+                or self._is_passing(getrefcount(base) + use_count(base) <= held_by_view, base, value)
+            )
         ):
             try:
                 # data: quicker than detach, and no view is kept.
@@ -149,7 +153,7 @@ class Keep:
         """Whether a tensor is one of those that outlive the forward pass."""
         if self._owned_ids is None and tensor.layout == torch.strided and is_lazy_clone(tensor):
             # Memory that is shared already moves when it is written, whoever owns it: not worth a search for the owner.
-            return any(tensor is given for given in self._inputs)
+            return id(tensor) in ids_of(self._inputs)
         return id(tensor) in (self._outliving_ids or self._ids())
 
     def _is_passing(self, only_viewed: bool, base: Tensor, view: Tensor) -> bool:
@@ -169,8 +173,8 @@ class Keep:
         if self._outliving_ids is None:
             if self._owned_ids is None:
                 find = self._find_ids
-                self._owned_ids = frozenset(map(id, self._owned())) if find is None else find()
-            self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
+                self._owned_ids = ids_of(self._owned()) if find is None else find()
+            self._outliving_ids = self._owned_ids | ids_of(self._inputs)
         return self._outliving_ids
 
     def release(self) -> None:
@@ -201,7 +205,7 @@ class Keep:
             return False
         base = base_of(tensor)
         if base is not tensor and not tensor.is_inference():
-            return base is None or self._is_passing(getrefcount(base) <= held_by_view, base, tensor)
+            return base is None or self._is_passing(getrefcount(base) + use_count(base) <= held_by_view, base, tensor)
         # Nobody knows what it is a view of.
         try:
             if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
