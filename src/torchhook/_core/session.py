@@ -12,8 +12,9 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
+from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
+from torchhook._core.heads import heads_at
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -59,9 +60,8 @@ class Session:
         self._given_as = ""
         self._recipe: Callable[[Session], None] | None = None
         self._stops = False
-        self._wait_again: Callable[[], None] | None = None
+        self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
-        self._named: tuple[Iterable[Target], Callable[[], Iterable[tuple[str, str]]]] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -96,10 +96,13 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
+        select.refuse_counting_back(site, "an edit")
+        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
+        select.refuse_counting_back(target.site, "whoever looks")
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -112,26 +115,24 @@ class Session:
         """Keep every value that passes the targets in ``self.recording``."""
         chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
-        calls, task = [t for t in chosen if t.site.call is not None], graph_task()
-        every_call = {t.site for t in chosen} if calls else ()
-        for target in chosen:
+        task = graph_task()
+        for target, others, calls in select.by_site(chosen):
             site = target.site
-            if site.call is not None and site.every_call in every_call:
-                continue  # "relu" holds "relu#1" already
-            rows = recording.opened(site, max_records)
-            if not units and not before_edits and taps.record(target, keep, rows, recording.order, task):
+            rows = recording.opened(site, max_records, calls)
+            own = keep.placed(heads_at(self.index, target))
+            if not units and not before_edits and taps.record(target, own, rows, recording.order, task):
                 continue
-            tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
+            tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
             if units:
                 recorder = passing.checked(units.checked(site), recorder)
-            recorder = passing.only_look(site, recorder, self._seen)
+            recorder = passing.only_keep(calls, recorder, self._seen)
+            for other in others:
+                taps.of(other)
             if before_edits:
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
-        if self._keeps or self._named is None or self._named[0] is not targets:
-            self._named = (targets, other_names(self.index, chosen, recording.other_names))
-        recording.other_names = self._named[1]
+        recording.other_names = other_names(self.index, chosen, recording.other_names)
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
         self._taps.root.add_look(passing.inputs_kept_from(keep), first=True)
@@ -158,6 +159,7 @@ class Session:
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
+            select.refuse_open_end(target.site)
             self.look(target, passing.stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
@@ -222,7 +224,8 @@ class Session:
                 attachment.defer(taps.listener.close)
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
-            for module, tap in taps:
+            counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
+            for module, tap in counted:
                 attachment.attach(tap, module)
             if taps.parameters:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
@@ -263,8 +266,7 @@ class Session:
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depths = functional.depths()
-        if self._wait_again is not None:
-            self._wait_again()
+        self._wait_again()
         try:
             return calling.called(self.index.given, args, kwargs)
         except Stop as stop:
@@ -331,11 +333,9 @@ class Session:
         self._closed = True  # last: whom an interrupt keeps from it may close again
         if self.reports:
             self._report(error)
-        if error is not None or not self._warn:
-            return
-        if lost := self._taps.edits_to_come():
-            never_ran.tell_of_edits(lost)
-        never_ran.tell(self.recording)
+        if error is None and self._warn:
+            never_ran.tell_of_edits(self._taps.edits_to_come())
+            never_ran.tell(self.recording)
 
     def _explain(self, error: BaseException) -> None:
         """A loss on a value that is off the graph: torch does not know who took it off."""
@@ -362,7 +362,7 @@ class Session:
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
-            if site in self._seen if site.call is not None else tap.ran:
+            if never_ran.came(site, tap, self.recording, self._seen):
                 continue
             if isinstance(error, Stop):
                 why = "another session's stop=True ended the block."

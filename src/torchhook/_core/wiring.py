@@ -51,6 +51,7 @@ class Taps:
         self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
+        self.root_module = index.root
 
     @functools.cached_property
     def handles(self) -> TensorHandles:
