@@ -331,7 +331,7 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        if self.reports:
+        if self.reports and (self._followed or not self._taps.all_ran() or not self.index.is_as_it_was()):
             self._report(error)
         if error is None and self._warn:
             never_ran.tell_of_edits(self._taps.edits_to_come())
@@ -346,8 +346,6 @@ class Session:
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
         is_as_it_was = not self._followed and self.index.is_as_it_was()
-        if is_as_it_was and self._taps.all_ran():
-            return
         ran = self._taps.any_ran
         for site, (target, tap) in self._taps.targets.items():
             forward = self._taps.passing(site, tap)
