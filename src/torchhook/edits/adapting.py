@@ -15,7 +15,7 @@ from torchhook._values.heads import KnownHeads
 from torchhook._values.parts import Part
 from torchhook._values.value_object import shown
 from torchhook.edits.changing import check
-from torchhook.edits.protocol import CataloguedEdit, Edit, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
 from torchhook.errors import EditError
 
 
@@ -51,6 +51,10 @@ class Steps(CataloguedEdit):
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
         return any(map(changes_call, self.steps))
+
+    @property
+    def asks_step(self) -> bool:  # type: ignore[override]
+        return any(map(asks_step, self.steps))
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return Steps(tuple(placed(step, site, known) for step in self.steps))
