@@ -269,6 +269,25 @@ def test_plain_calls_leave_nothing_to_remember() -> None:
     assert told(rec) == [(0, 0)]
 
 
+def test_an_edit_that_stays_remembers_no_generations() -> None:
+    model = Speaker()
+    session = th.edit(model, {"heard": lambda value: value})
+    with session:
+        for _ in range(2000):
+            model.generate(IDS, 1)
+        assert len(session.recording.passes) < 1100
+
+
+def test_a_session_that_is_closed_in_the_middle_of_a_call_leaves_no_current_step() -> None:
+    model, seen = Speaker(), list[Any]()
+    session = th.edit(model, {"heard": lambda value: session.close()})
+    session.open()
+    handle = model.heard.register_forward_hook(lambda *call: seen.append(current()))
+    model.generate(IDS, 2)
+    handle.remove()
+    assert seen == [None, None]
+
+
 def test_legacy_caches_of_tuples_are_read_by_their_shape() -> None:
     cache = ((torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)),)
     assert steps.length(cache) == 5
