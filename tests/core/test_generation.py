@@ -148,7 +148,8 @@ def test_every_chunk_of_a_prefill_is_step_0_and_has_its_own_position(make: Any, 
 
 @pytest.mark.parametrize("make", [gpt2, llama, qwen2, gemma, t5], ids=lambda make: make.__name__)
 def test_beam_search_is_joined_along_the_beams_that_it_returns_and_not_otherwise(make: Any) -> None:
-    model, name, ids = built(make, scale=1.0), BLOCKS[make], prompt()
+    # Small weights, or each beam would go on alone.
+    model, name, ids = built(make, scale=0.1 if make is gemma else 1.0), BLOCKS[make], prompt()
     with capture(model, name) as rec:
         out = generated(model, ids, num_beams=3, num_return_sequences=2, return_dict_in_generate=True)
     with pytest.raises(ValueError, match=r"a row is another beam at each step.*beams=out\.beam_indices"):
@@ -199,6 +200,18 @@ def test_candidates_that_assisted_decoding_rejects_are_left_out(make: Any, token
     steps = told(rec, name)
     assert [step for step, _ in steps] == list(range(len(steps)))
     close(rec.cat(name, dim=1), whole(model, name, ids, sequence))
+
+
+def test_candidates_behind_the_end_of_the_text_are_left_out() -> None:
+    model, name, ids = built(gpt2), BLOCKS[gpt2], prompt(rows=1)
+    assistant, behind = near(gpt2, model, 0.05), 0
+    for eos in generated(model, ids, tokens=9)[0, 5:].unique().tolist():
+        with capture(model, name) as rec:
+            sequence = generated(model, ids, tokens=9, eos_token_id=eos, assistant_model=assistant)
+        last = rec.records(name)[-1]
+        behind += last.position + last.value.shape[1] > sequence.shape[1] - 1
+        close(rec.cat(name, dim=1), whole(model, name, ids, sequence))
+    assert behind  # the end of the text came before that of the candidates, at least once
 
 
 def test_assisted_decoding_does_reject_and_the_rejected_are_still_in_the_records() -> None:

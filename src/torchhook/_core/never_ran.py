@@ -25,6 +25,11 @@ _ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
 
 
+def came(site: Site, tap: Tap, recording: Recording, seen: set[Site]) -> bool:
+    """Whether a site has run; of one that names calls, those."""
+    return tap.ran > 0 if site.call is None else site in (recording if site.counts_back else seen)
+
+
 def takes_hooks(target: Target, index: Index) -> bool:
     """Whether a target is surely no part of TorchScript: it takes no hooks, called or not."""
     is_one = torch.jit.ScriptModule

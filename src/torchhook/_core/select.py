@@ -301,21 +301,12 @@ def by_site(targets: Sequence[Target]) -> Iterable[tuple[Target, Sequence[Target
         return ((target, (), ()) for target in targets)
     found: dict[Site, list[Target]] = {}
     for target in targets:
-        _refuse_end_counting_back(target.site)
         found.setdefault(target.site.every_call, []).append(target)
     whole = {site: next((one for one in group if one.site.call is None), None) for site, group in found.items()}
     return [
         (group[0], group[1:], [one.site for one in group]) if whole[site] is None else (whole[site] or group[0], (), ())
         for site, group in found.items()
     ]
-
-
-def _refuse_end_counting_back(site: Site) -> None:
-    if isinstance(site.call, Calls) and site.counts_back and site.call.stop is not None:
-        raise SelectorError(
-            f"{site.shown!r}: where calls end that are counted from the last one is known only when all are over. "
-            f"Capture {site.every_call.shown!r}, and read rec.all({str(site)!r})."
-        )
 
 
 def refuse_counting_back(site: Site, who: str) -> None:

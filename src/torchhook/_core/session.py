@@ -362,7 +362,7 @@ class Session:
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
-            if tap.ran if site.call is None else site in (self.recording if site.counts_back else self._seen):
+            if never_ran.came(site, tap, self.recording, self._seen):
                 continue
             if isinstance(error, Stop):
                 why = "another session's stop=True ended the block."

@@ -6,9 +6,8 @@ on which it stands; those of a loop that somebody wrote, by the cache that goes 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from types import FrameType
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -20,7 +19,7 @@ from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import graph_task, times_running
+from torchhook._torch import frames, graph_task, times_running
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, put_before
 
@@ -28,22 +27,31 @@ _CACHES = ("past_key_values", "cache_params", "past_key_value", "past", "state")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 _DEEPEST = 2  # PEFT holds a model that generates two levels below its own
-_WIDEST = 64  # a level with more modules is made of layers
+_WIDEST = 8  # who wraps a model has few modules of its own: below more of them are layers
 
 
 def generators(root: nn.Module) -> list[nn.Module]:
     """The modules of a model that are called again and again while something is generated: mostly the model itself."""
-    found = [root] if _generates(type(root)) or _takes_cache(type(root)) else []
+    kind: Any = type(root)
+    found = [root] if _generates(kind) or _takes_cache(kind) else []
     level = [root]
     for _ in range(_DEEPEST):
-        held = (module._modules.values() for module in level if module._modules)
-        level = [child for children in held for child in children if child is not None]
+        below: list[nn.Module | None] = []
+        for module in level:
+            if module._modules:
+                below += module._modules.values()
+        level = [module for module in below if module is not None]
+        kinds: list[Any] = [type(module) for module in level]
+        found += [module for module, kind in zip(level, kinds, strict=True) if _generates(kind)]
         if len(level) > _WIDEST:
             break
-        found += [module for module in level if _generates(type(module))]
     return found
 
 
+# By class, and remembered: this is asked whenever a session opens.
+
+
+@functools.lru_cache(maxsize=512)
 def _generates(kind: type[nn.Module]) -> bool:
     if not callable(getattr(kind, "generate", None)):
         return False
@@ -54,6 +62,7 @@ def _generates(kind: type[nn.Module]) -> bool:
         return True
 
 
+@functools.lru_cache(maxsize=512)
 def _takes_cache(kind: type[nn.Module]) -> bool:
     """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
     forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
@@ -78,7 +87,7 @@ class Place(NamedTuple):
 def place(module: nn.Module) -> Place | None:
     """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
     found, prefill, beams = None, False, False
-    for frame in _frames():
+    for frame in frames(1):
         name = frame.f_code.co_name
         if name == "generate":
             owner = frame.f_locals.get("self")
@@ -91,13 +100,6 @@ def place(module: nn.Module) -> Place | None:
         elif "beam" in name:
             beams = True
     return found
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class Given(NamedTuple):
@@ -248,6 +250,7 @@ class Steps:
         self.settle()
         self._open_end = self._cache = None
         if self._running is not None:
+            self._running[1].last = next(self._order)
             leave(self._running[1])
             self._running = None
 

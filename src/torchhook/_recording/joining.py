@@ -116,13 +116,15 @@ def _along(key: str, site: Site, rows: Sequence[Joined], beams: Tensor) -> Seque
     # The search may go on for longer than what it returns.
     steps = [(row, row[2].step) for row in rows if row[2] and row[2].step is not None]
     return [
-        (call, tree.map_tensors(partial(_rows, beams[:, step]), value), passed)
+        (call, tree.map_tensors(partial(_rows, key, beams[:, step]), value), passed)
         for (call, value, passed), step in steps
         if step < beams.shape[1]
     ]
 
 
-def _rows(chosen: Tensor, tensor: Tensor) -> Tensor:
+def _rows(key: str, chosen: Tensor, tensor: Tensor) -> Tensor:
+    if int(chosen.max()) >= tensor.shape[0]:
+        raise ValueError(f"{key}: beams= names row {int(chosen.max())}, and a value there has {tensor.shape[0]} rows.")
     chosen = chosen.to(tensor.device)
     taken = tensor.index_select(0, chosen.clamp(min=0).long())
     ended = (chosen < 0).view(-1, *[1] * (tensor.dim() - 1))

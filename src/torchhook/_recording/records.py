@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torchhook._recording import joining, saving
 from torchhook._recording.address import Site, Which, readings, shown
 from torchhook._recording.rows import Record as Record
-from torchhook._recording.rows import Row, chosen, in_order, made
+from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
 from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
@@ -64,13 +65,13 @@ class Recording:
 
     # -- filling ------------------------------------------------------------------------------
 
-    def opened(self, site: Site, limit: int | None = None, calls: Iterable[Site] = ()) -> Rows:
+    def opened(self, site: Site, limit: int | None = None, calls: Sequence[Site] = ()) -> Rows:
         """The rows of a site, to be appended to; made on the first request, for the ``calls`` of it that are named."""
         if site.call is not None:
             site = site.every_call
         rows = self._rows.get(site)
         if rows is None:
-            rows = self._rows[site] = made(limit, calls)
+            rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
         return rows
 
     @property
@@ -81,7 +82,7 @@ class Recording:
     def trim_passes(self) -> None:
         """Forget the passes of which nothing is left."""
         orders = (row[1] for rows in self._rows.values() for row in rows.copy())
-        self.passes.forget_before(min(orders, default=0))
+        self.passes.forget_before(min(orders, default=float("inf")))
 
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""
@@ -168,7 +169,7 @@ class Recording:
     @property
     def sites(self) -> list[Site]:
         """The sites that have records, in the order in which they first ran."""
-        first = {site: in_order(rows)[0][1] for site, rows in self._rows.items() if rows}
+        first = {site: in_order(rows)[0][1] for site, rows in self._rows.items() if has_rows(rows)}
         return sorted(first, key=first.__getitem__)
 
     def keys(self) -> list[str]:
@@ -190,7 +191,7 @@ class Recording:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return sum(1 for rows in self._rows.values() if rows)
+        return sum(1 for rows in self._rows.values() if has_rows(rows))
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -230,7 +231,7 @@ class Recording:
     def _calls(self, site: Site, call: Which) -> list[Row]:
         """The rows of one call, of some, or of all of them."""
         rows = self._read(site, call)
-        if not (found := chosen(rows, call)):
+        if not (found := chosen(rows, call, ran(self._rows.get(site)))):
             calls = ", ".join(map(str, dict.fromkeys(row[0] for row in rows)))
             what = f"call {call}" if isinstance(call, int) else f"calls {call}"
             raise MissingRecordError(f"{str(site)!r} has no record of {what}; kept are calls {calls}.")
@@ -263,7 +264,7 @@ class Recording:
             shapes = list(dict.fromkeys(record.shape for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
-            generated = self._generated(site, records) if len(self.passes) else []
+            generated = _generated(records) if self.passes else []
             rows.append([site.shown, str(len(records)), *generated, shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
@@ -273,14 +274,8 @@ class Recording:
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         notes += [self.stopped] if self.stopped else []
-        of_steps = [">steps", ">positions"] if len(self.passes) else []
+        of_steps = [">steps", ">positions"] if self.passes else []
         return Table(title, ["site", ">calls", *of_steps, "shape", "dtype", "device", ">size"], rows, notes)
-
-    def _generated(self, site: Site, records: list[Record]) -> list[str]:
-        """The steps of a site and the positions that they begin at, for a table."""
-        steps = [record.step for record in records if record.step is not None]
-        positions = [record.position for record in records if record.position is not None]
-        return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
     def _unsaved(self) -> dict[str, list[Site]]:
         """What a file could not hold, by its type, and the sites that it was part of."""
@@ -305,6 +300,9 @@ class Recording:
     def plain(self) -> tuple[list[Any], dict[str, Any], list[str]]:
         """What a file holds: the values, what JSON can say of them, and a name for each."""
         records = self.records()
+        windows = [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)]
+        passed = [self._pass(record.site, (record.call, record.order, None)) for record in records]
+        several = Counter(record.site for record in records)
         self._find_other_names()
         about = {
             "model": self.model_name,
@@ -315,9 +313,11 @@ class Recording:
             "elsewhere": self.elsewhere,
             "recomputed": self.recomputed,
             "stopped": self.stopped,
-            "steps": self.passes.plain([self._pass(r.site, (r.call, r.order, None)) for r in records]),
+            # Where there are any: a file of one forward pass has no more than it had.
+            **({"windows": windows} if windows else {}),
+            **({"steps": self.passes.plain(passed)} if self.passes else {}),
         }
-        names = [_name(record, len(self._rows[record.site])) for record in records]
+        names = [_name(record, several[record.site]) for record in records]
         return [record.value for record in records], about, names
 
     @classmethod
@@ -330,6 +330,8 @@ class Recording:
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
         recording.stopped = about.get("stopped", "")  # older files do not say
+        for (place, op, port), calls in about.get("windows", ()):
+            recording._rows[Site(place, op, None, port)] = Window([None], ran=calls)
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
             recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
@@ -340,6 +342,13 @@ class Recording:
 def _name(record: Record, records: int) -> str:
     """What other readers of the file find its tensors by: the address, with the call where there are several."""
     return record.site.shown if records == 1 else record.site.but(call=record.call).shown
+
+
+def _generated(records: list[Record]) -> list[str]:
+    """The steps of a site and the positions that they begin at, for a table."""
+    steps = [record.step for record in records if record.step is not None]
+    positions = [record.position for record in records if record.position is not None]
+    return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
 
 def _times(number: int) -> str:

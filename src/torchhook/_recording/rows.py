@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,83 +62,93 @@ Row = tuple[int, int, Any]
 
 
 class Window(list[Row]):
-    """Rows of the last calls, and of those that are named by their number: what falls out of it is released at once."""
+    """Rows of calls some of which are counted from the last one: what no later call can bring back goes at once."""
 
-    def __init__(self, rows: Iterable[Row] = (), back: int = 1, also: Iterable[Site] = ()) -> None:
+    def __init__(
+        self, which: Iterable[Which], limit: int | None = None, ran: int = 0, rows: Iterable[Row] = ()
+    ) -> None:
         super().__init__(rows)
-        self.back, self.also = back, tuple(also)
-        self.ran = 0
+        self._which = tuple(which)
+        self._limit = limit
+        self.ran = ran
+        """How many calls there were, whether they were kept or not: the last one is counted from."""
 
     def append(self, row: Row) -> None:
-        # Not from the front alone: gradients come in from the last call to the first.
         self.ran = max(self.ran, row[0] + 1)
         super().append(row)
-        first = self.ran - self.back
-        self[:] = [row for row in self if row[0] >= first or any(site.means(row[0]) for site in self.also)]
+        # Not from the front alone: gradients come in from the last call to the first.
+        self[:] = [row for row in self if any(_may_mean(which, row[0], self.ran) for which in self._which)]
+
+    def read(self) -> list[Row]:
+        """The rows that are meant if no more calls come."""
+        ran = self.ran
+        found = [row for row in list(self) if any(_means(which, row[0], ran) for which in self._which)]
+        return found if self._limit is None else found[-self._limit :]
 
     def clear(self) -> None:
         super().clear()
         self.ran = 0
 
     def __reduce__(self) -> Any:
-        return list, (list(self),)  # nothing more will be appended to a copy that must fall out
+        return Window, (self._which, self._limit, self.ran, self.read())
 
 
-class Newest(Window):
-    """The same, and never more than ``limit`` rows."""
+def _may_mean(which: Which, call: int, ran: int) -> bool:
+    """Whether a call is meant after some have run, or may be when more have."""
+    start, stop = (which.start, which.stop) if isinstance(which, Calls) else (which, None)
+    if isinstance(which, int) and which >= 0:
+        return call == which
+    begins = (start or 0) if start is None or start >= 0 else ran + start
+    return call >= begins and (stop is None or stop < 0 or call < stop)
 
-    limit = 1
 
-    def append(self, row: Row) -> None:
-        super().append(row)
-        del self[: -self.limit]
+def _means(which: Which, call: int, ran: int) -> bool:
+    """Whether a call is meant when so many have run."""
+    if isinstance(which, Calls):
+        return call in range(ran)[which.start : which.stop]
+    return which is None or call == (which if which >= 0 else ran + which)
 
 
 Rows = list[Row] | deque[Row]
 """The records of one site; with a limit, a ring buffer of the newest."""
 
 
-def made(limit: int | None, sites: Iterable[Site] = ()) -> Rows:
+def made(limit: int | None, sites: Sequence[Site] = ()) -> Rows:
     """Rows for what ``sites`` name, which are one site with different calls; the newest ``limit`` of them."""
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
-    sites = list(sites)
-    back = max((length_back(site) for site in sites), default=0)
-    if not back:
-        return [] if limit is None else deque(maxlen=limit)
-    also = [site for site in sites if not site.counts_back]
-    if limit is None:
-        return Window(back=back, also=also)
-    newest = Newest(back=back, also=also)
-    newest.limit = limit
-    return newest
+    if any(site.counts_back for site in sites):
+        return Window((site.call for site in sites), limit)
+    return [] if limit is None else deque(maxlen=limit)
 
 
-def length_back(site: Site) -> int:
-    """How many of the last calls a site may mean, if it counts from the last one.
-
-    >>> length_back(Site("relu", call=-1)), length_back(Site("relu", call=Calls(-3, None))), length_back(Site("relu"))
-    (1, 3, 0)
-    """
-    start = site.call.start if isinstance(site.call, Calls) else site.call
-    return -start if start is not None and start < 0 else 0
+def has_rows(rows: Rows) -> bool:
+    """Whether there are any to be read."""
+    return bool(rows.read() if isinstance(rows, Window) else rows)
 
 
 def in_order(rows: Rows) -> list[Row]:
     """A copy in the order of the calls: others may append meanwhile, and gradients come in from the last one."""
-    return sorted(rows.copy(), key=lambda row: row[:2])
+    return sorted(rows.read() if isinstance(rows, Window) else rows.copy(), key=lambda row: row[:2])
 
 
-def chosen(rows: list[Row], which: Which) -> list[Row]:
-    """The rows of some calls; negative numbers count from the last call that was kept."""
+def chosen(rows: list[Row], which: Which, ran: int | None = None) -> list[Row]:
+    """The rows of some calls; negative numbers count from the last of ``ran`` calls, or of those that were kept."""
     if which is None:
         return rows
+    if ran is not None:
+        return [row for row in rows if _means(which, row[0], ran)]
     kept = list(dict.fromkeys(row[0] for row in rows))
     if not isinstance(which, Calls):
         wanted = kept[which] if -len(kept) <= which < 0 else which
         return [row for row in rows if row[0] == wanted]
     ends = Calls(_from_front(kept, which.start), _from_front(kept, which.stop))
     return [row for row in rows if row[0] in ends]
+
+
+def ran(rows: Rows | None) -> int | None:
+    """How many calls there were, where the last of them count."""
+    return rows.ran if isinstance(rows, Window) else None
 
 
 def _from_front(kept: list[int], end: int | None) -> int | None:

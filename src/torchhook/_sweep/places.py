@@ -81,8 +81,6 @@ def places(target: Target, recording: Recording, leaf: str | None, cut: Along | 
     """A place for each call that the clean run made of a site."""
     site = target.site
     records = recording.records(site)
-    if site.call is not None:
-        records = [record for record in records if record.call == site.call]
     several = len(records) > 1 or site.call is not None
     return [
         Place(
