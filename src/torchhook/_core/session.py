@@ -115,7 +115,7 @@ class Session:
         for target, others, calls in select.by_site(targets):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            own = keep.placed(heads_at(self.index, target))
+            own = keep.placed(heads_at(self.index, target)) if keep.asks_where else keep
             if not units and not before_edits and taps.record(target, own, rows, recording.order):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
