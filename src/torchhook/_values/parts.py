@@ -48,6 +48,11 @@ def choice(which: Which, name: str, lines: bool = False) -> Any:
         return dataclasses.replace(which, which=choice(which.which, name, lines))
     if isinstance(which, bool):
         _refuse(which, name)
+    if name == "heads" and isinstance(which, tuple):  # may be meant as a dim and a count
+        raise TypeError(
+            f"heads={which}: a list, {list(which)}, chooses several heads; edits.along(which, dim=…, count=…) names "
+            "the dim that they are in."
+        )
     # Not by operator.index: a tensor or an array of one element has it too, and is a list.
     if isinstance(which, (int, np.integer)):
         return int(which)

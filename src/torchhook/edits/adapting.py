@@ -24,7 +24,7 @@ def adapt(edit: Any) -> Edit:
     if isinstance(edit, (list, tuple)):
         return Steps(tuple(adapt(step) for step in edit))
     # Every function of the catalogue makes edits, and being callable would pass as one of the user's.
-    if inspect.isfunction(edit) and edit.__module__.startswith("torchhook.edits."):
+    if inspect.isfunction(edit) and str(edit.__module__).startswith("torchhook.edits."):
         raise EditError(f"edits.{edit.__name__} makes an edit when it is called: write edits.{edit.__name__}(…).")
     if not callable(edit):
         raise EditError(

@@ -128,6 +128,8 @@ class Only(CataloguedEdit):
         refuse_nested(tensor, site, "only")
         part = self._part(tensor, site, known)
         seen = part.of(tensor)
+        if not seen.numel():  # no edit has to make sense of nothing
+            return tensor
         new = within(edit, part, tensor)(seen, site)
         if new is None:  # a function may have written to what it was given
             new = seen
