@@ -23,7 +23,7 @@ from torchhook._torch import frames, graph_task, times_running
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, put_before
 
-_CACHES = ("past_key_values", "cache_params", "past_key_value", "past", "state")
+_CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 _DEEPEST = 2  # PEFT holds a model that generates two levels below its own
@@ -122,15 +122,17 @@ class Given(NamedTuple):
 
 def length(cache: Any) -> Any:
     """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
-    if isinstance(cache, (tuple, list)):
-        while isinstance(cache, (tuple, list)) and cache:
-            cache = cache[0]
-        return cache.shape[-2] if isinstance(cache, Tensor) and cache.dim() > 2 else None
+    if isinstance(cache, (tuple, list)):  # of layers, each with its keys and values: batch × heads × tokens × channels
+        layer = cache[0] if cache else None
+        keys = layer[0] if isinstance(layer, (tuple, list)) and layer else None
+        return keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else None
     try:
         found = cache.get_seq_length()
-    except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError):
+    except Exception:  # a stranger's cache, and the user's model goes on whatever it says
         return None
-    return found.clone() if isinstance(found, Tensor) else found
+    if isinstance(found, Tensor):
+        return found.reshape(-1)[0].clone() if found.numel() else None
+    return found if isinstance(found, int) else None
 
 
 def _weak(cache: Any) -> ref[Any] | None:
@@ -152,6 +154,8 @@ class Steps:
         self._cache: ref[Any] | None = None
         self._sequences = 0
         self._trim_at = 1024
+        self._counts = True
+        """Whether the cache held as many tokens after the last call as it was given."""
         self._open_end: tuple[Any, Pass] | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,8 +187,12 @@ class Steps:
         """It has run, or raised."""
         if self._running is not None and self._running[0] is module:
             now = self._running[1]
-            if self._cache is None:  # the first call of a loop makes the cache that the next one is given
-                self._cache = next((_weak(made) for name in _CACHES if (made := getattr(output, name, None))), None)
+            cache = self._cache and self._cache()
+            if cache is None:  # the first call of a loop makes the cache that the next one is given
+                cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
+                self._cache = _weak(cache)
+            held = length(cache)
+            self._counts = held is None or isinstance(held, Tensor) or held == _counted(now)
             now.last = next(self._order)
             self._running = None
             leave(now)
@@ -198,8 +206,17 @@ class Steps:
             same = self._has_cache(given.cache) and before is not None
             now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
             before = before if same else None
-        if given.position is None:  # not asked whether it is 0: that would wait for a GPU
-            now.set_position(0 if given.cache is None else _counted(before))
+        now.set_position(self._where(given, before))
+
+    def _where(self, given: Given, before: Pass | None) -> Any:
+        """Where the first token of a call is."""
+        counted = _counted(before)
+        if given.cache is None and given.position is None:
+            # All of them each time, or one after the other to a model that holds its state itself.
+            return 0 if before is None or (given.tokens or 0) >= (counted or 0) else counted
+        # Not asked whether it is 0: that would wait for a GPU.
+        is_told = given.position is not None and (before is None or self._counts or isinstance(given.position, Tensor))
+        return given.position if is_told else counted
 
     def _goes_on(self, before: Pass, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
@@ -207,7 +224,7 @@ class Steps:
         if last is None or last.frame != here.frame or (here.prefill and not last.prefill):
             return False
         if given.cache is None:
-            return not here.prefill and (given.tokens or 0) >= (before.tokens or 0)
+            return not here.prefill and (given.tokens == 1 or (given.tokens or 0) >= (before.tokens or 0))
         return self._cache is None or self._cache() is given.cache or _weak(given.cache) is None
 
     def _by_cache(self, now: Pass, given: Given) -> None:
@@ -217,7 +234,9 @@ class Steps:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
-        position = None if given.position is None else int(given.position)
+        # A cache may be given that does not count what it holds, or only the last of it.
+        is_told = given.position is not None and (self._counts or not same)
+        position = int(given.position) if is_told else None
         now.set_position(position)
         follows = before is not None and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
@@ -237,7 +256,7 @@ class Steps:
 
     def settle(self) -> None:
         """See which tokens of the latest call were taken back: assisted decoding tries several, and may reject some."""
-        if self._open_end is None:
+        if self._open_end is None or not self._counts:
             return
         cache, last = self._open_end
         left, start = length(cache), last.position
