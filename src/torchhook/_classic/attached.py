@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from torchhook import _torch, _torch_compiler, edits
+from torchhook import _torch, _torch_compiler, edits, transforms
 from torchhook._core import functional, hooks, taps
+from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
@@ -78,10 +79,11 @@ class Attached:
             self._needed[feature.key] = max(self._needed.get(feature.key, 0), 1 + feature.target.site.first_call)
         made: dict[tuple[int, str | None, str], tuple[nn.Module, _StaticTap]] = {}
         for target, change in changes:
-            self._tap(made, target).changes.append(change)
+            self._tap(made, target).changes.append(edits.placed(change, target.site, heads_at(index, target)))
         for feature in wanted:
             check = units.checked(feature.target.site) if units else None
-            self._tap(made, feature.target).keep(self._needed, transform, self._scope, check, ends)
+            own = transforms.placed(transform, heads_at(index, feature.target))
+            self._tap(made, feature.target).keep(self._needed, own, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
                 attachment.attach(tap, module)
@@ -191,7 +193,8 @@ class _StaticTap(taps.Tap):
         for change in self.changes:
             new = change(value, self.site)
             if new is not None:
-                edits.check(value, new, self.site)
+                if not edits.changes_call(change):
+                    edits.check(value, new, self.site)
                 value = new
         return value
 

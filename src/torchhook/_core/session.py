@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchhook import edits
 from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
+from torchhook._core.heads import heads_at
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -93,7 +94,8 @@ class Session:
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
+        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
@@ -114,9 +116,10 @@ class Session:
         for target, others, calls in select.by_site(targets):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            if not units and not before_edits and taps.record(target, keep, rows, recording.order):
+            own = keep.placed(heads_at(self.index, target))
+            if not units and not before_edits and taps.record(target, own, rows, recording.order):
                 continue
-            tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
+            tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
             if units:
                 recorder = passing.checked(units.checked(site), recorder)
             recorder = passing.only_keep(calls, recorder, self._seen)

@@ -309,7 +309,7 @@ def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachmen
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
     modules = generators(taps.root_module)
     # Who only looks, as a guard does, asks for no steps.
-    if not modules or not (recording.is_open or any(tap.edits for _, tap in taps)):
+    if not modules or not (recording.is_open or any(tap.edits for tap in taps.all())):
         return taps
     steps = Steps(recording, scope)
     attachment.defer(steps.close)

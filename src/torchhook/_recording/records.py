@@ -295,29 +295,48 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the recording as one safetensors file: the tensors by their sites, the rest as JSON in its metadata."""
+        return saving.save(path, *self.plain())
+
+    def plain(self) -> tuple[list[Any], dict[str, Any], list[str]]:
+        """What a file holds: the values, what JSON can say of them, and a name for each."""
         records = self.records()
         windows = [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)]
         passed = [self._pass(record.site, (record.call, record.order, None)) for record in records]
         several = Counter(record.site for record in records)
         self._find_other_names()
-        return saving.save(
-            path,
-            [record.value for record in records],
-            {
-                "model": self.model_name,
-                "records": [[_plain(record.site), record.call] for record in records],
-                # Sorted, as the order of a set changes from run to run: the same recording gives the same file.
-                "aliases": sorted(self._aliases),
-                "missing": self.missing,
-                "elsewhere": self.elsewhere,
-                "recomputed": self.recomputed,
-                "stopped": self.stopped,
-                # Where there are any: a file of one forward pass has no more than it had.
-                **({"windows": windows} if windows else {}),
-                **({"steps": self.passes.plain(passed)} if self.passes else {}),
-            },
-            [_name(record, several[record.site]) for record in records],
-        )
+        about = {
+            "model": self.model_name,
+            "records": [[_plain(record.site), record.call] for record in records],
+            # Sorted, as the order of a set changes from run to run: the same recording gives the same file.
+            "aliases": sorted(self._aliases),
+            "missing": self.missing,
+            "elsewhere": self.elsewhere,
+            "recomputed": self.recomputed,
+            "stopped": self.stopped,
+            # Where there are any: a file of one forward pass has no more than it had.
+            **({"windows": windows} if windows else {}),
+            **({"steps": self.passes.plain(passed)} if self.passes else {}),
+        }
+        names = [_name(record, several[record.site]) for record in records]
+        return [record.value for record in records], about, names
+
+    @classmethod
+    def of_plain(cls, values: Iterable[Any], about: dict[str, Any]) -> Recording:
+        """The other way round."""
+        recording = cls()
+        recording.model_name = about["model"]
+        recording._aliases = {(name, path) for name, path in about["aliases"]}
+        recording.missing = dict(about["missing"])
+        recording.elsewhere = dict(about["elsewhere"])
+        recording.recomputed = dict(about["recomputed"])
+        recording.stopped = about.get("stopped", "")  # older files do not say
+        for (place, op, port), calls in about.get("windows", ()):
+            recording._rows[Site(place, op, None, port)] = Window([None], ran=calls)
+        for ((place, op, port), call), value in zip(about["records"], values, strict=True):
+            # They were saved in their order, and are counted anew.
+            recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
+        recording.passes.read(**about.get("steps", {"passes": [], "runs": []}))  # older files have none
+        return recording
 
 
 def _name(record: Record, records: int) -> str:
@@ -360,18 +379,5 @@ def load(path: str | os.PathLike[str]) -> Recording:
     cannot hold as an ``Opaque`` that names it.
     """
     values, about = saving.load(path)
-    recording = Recording()
     with saving.understood(path):
-        recording.model_name = about["model"]
-        recording._aliases = {(name, path) for name, path in about["aliases"]}
-        recording.missing = dict(about["missing"])
-        recording.elsewhere = dict(about["elsewhere"])
-        recording.recomputed = dict(about["recomputed"])
-        recording.stopped = about.get("stopped", "")  # older files do not say
-        for (place, op, port), calls in about.get("windows", ()):
-            recording._rows[Site(place, op, None, port)] = Window([None], ran=calls)
-        for ((place, op, port), call), value in zip(about["records"], values, strict=True):
-            # They were saved in their order, and are counted anew.
-            recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
-        recording.passes.read(**about.get("steps", {"passes": [], "runs": []}))  # older files have none
-    return recording
+        return Recording.of_plain(values, about)
