@@ -362,6 +362,35 @@ def test_a_model_that_holds_its_state_itself_is_given_one_token_after_the_other(
     assert torch.equal(rec.cat("heard", dim=1), sequence[:, :-1].cumsum(1) % VOCABULARY)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("prompts", [[1, 1, 1], [3, 1, 3], [1, 3, 2]])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_generations_one_after_the_other_are_told_apart(cached: bool, prompts: list[int], tokens: int) -> None:
+    model = Speaker()
+    with th.capture(model, "heard") as rec:
+        sequences = [model.generate(IDS[:, :length], tokens, cached) for length in prompts]
+    assert [step for step, _ in told(rec)] == [*range(tokens)] * 3
+    for i, sequence in enumerate(sequences):
+        joined = rec.cat(f"heard#{i * tokens}:{(i + 1) * tokens}", dim=1)
+        assert torch.equal(joined, sequence[:, :-1].cumsum(1) % VOCABULARY)
+    with pytest.raises(ValueError, match="several sequences"):
+        rec.cat("heard", dim=1)
+
+
+def test_what_a_generation_without_a_cache_had_is_let_go_with_the_session() -> None:
+    class Own(Speaker):
+        def generate(self, ids: Tensor, tokens: int, cached: bool = True) -> Tensor:
+            held = Cache()
+            gone.append(weakref.ref(held))
+            return self(ids)
+
+    model, gone = Own(), list[Any]()
+    with th.capture(model, "heard"):
+        model.generate(IDS, 1)
+    gc.collect()
+    assert gone[0]() is None
+
+
 def test_a_position_that_is_given_is_taken() -> None:
     class Told(Speaker):
         def forward(self, input_ids: Tensor, cache_position: Tensor | None = None) -> Tensor:

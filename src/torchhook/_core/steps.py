@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -79,7 +80,7 @@ def _takes_cache(kind: type[nn.Module]) -> bool:
 class Place(NamedTuple):
     """Where in a ``generate`` the model is called from."""
 
-    frame: int
+    frame: FrameType
     prefill: bool
     beams: bool
 
@@ -93,7 +94,7 @@ def place(module: nn.Module) -> Place | None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and (found is None or owner is module):
                 # The outermost of its own: a model that drafts for itself calls it once more inside.
-                found = Place(id(frame), prefill, beams)
+                found = Place(frame, prefill, beams)
                 prefill = False
         elif "prefill" in name:
             prefill = True
@@ -150,7 +151,9 @@ class Steps:
         self._scope = scope
         self._running: tuple[nn.Module, Pass] | None = None
         self._before: Pass | None = None
-        self._place: Place | None = None
+        self._last_place: tuple[int, bool] | None = None
+        self._frame: FrameType | None = None
+        """Of a generation without a cache, which nothing else tells from the next: it would hold one for too long."""
         self._cache: ref[Any] | None = None
         self._sequences = 0
         self._trim_at = 1024
@@ -173,7 +176,9 @@ class Steps:
             self._by_cache(now, given)
         else:
             self._by_place(now, given, here)
-        self._before, self._place, self._cache = now, here, _weak(given.cache)
+        self._before, self._cache = now, _weak(given.cache)
+        self._last_place = None if here is None else (id(here.frame), here.prefill)
+        self._frame = None if here is None or given.cache is not None else here.frame
         if given.tokens != 1 and now.step is not None and self._cache is not None:
             self._open_end = given.cache, now
         self._passes.add(now)
@@ -200,7 +205,7 @@ class Steps:
     def _by_place(self, now: Pass, given: Given, here: Place) -> None:
         """A call that ``generate`` makes."""
         before, now.beams = self._before, here.beams
-        if before is not None and before.step is not None and self._goes_on(before, given, here):
+        if before is not None and before.step is not None and self._goes_on(given, here):
             now.step, now.sequence = before.step + (not here.prefill), before.sequence
         else:
             same = self._has_cache(given.cache) and before is not None
@@ -218,13 +223,14 @@ class Steps:
         is_told = given.position is not None and (before is None or self._counts or isinstance(given.position, Tensor))
         return given.position if is_told else counted
 
-    def _goes_on(self, before: Pass, given: Given, here: Place) -> bool:
+    def _goes_on(self, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
-        last = self._place
-        if last is None or last.frame != here.frame or (here.prefill and not last.prefill):
+        if self._frame is not None:
+            return self._frame is here.frame
+        if self._last_place is None or self._last_place[0] != id(here.frame) or given.cache is None:
             return False
-        if given.cache is None:
-            return not here.prefill and (given.tokens == 1 or (given.tokens or 0) >= (before.tokens or 0))
+        if here.prefill and not self._last_place[1]:
+            return False
         return self._cache is None or self._cache() is given.cache or _weak(given.cache) is None
 
     def _by_cache(self, now: Pass, given: Given) -> None:
@@ -267,7 +273,7 @@ class Steps:
     def close(self) -> None:
         """Nothing more will run: let go of the cache."""
         self.settle()
-        self._open_end = self._cache = None
+        self._open_end = self._cache = self._frame = None
         if self._running is not None:
             self._running[1].last = next(self._order)
             leave(self._running[1])
