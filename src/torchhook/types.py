@@ -15,6 +15,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.sweeps import Sweep
+from torchhook._report.api import PagePath
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "GradientClip",
     "Guard",
     "ImageFolder",
+    "PagePath",
     "Record",
     "Recording",
     "Session",

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from torchhook import edits
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -60,6 +64,25 @@ def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
     """Has a value checked before it is looked at."""
     return look if check is None else lambda value, call: look(check(value), call)
+
+
+def inputs_kept_from(keep: Keep) -> Look:
+    """Tells ``keep`` what the model is called with; written out for what most models are called with."""
+
+    def look(value: Any, call: int) -> None:
+        found: list[Tensor] = []
+        parts = (*value.args, *value.kwargs.values()) if type(value) is Inputs else (value,)
+        for part in parts:
+            if type(part) is Tensor:
+                found.append(part)
+            elif type(part) not in _WITHOUT_TENSORS:
+                found.extend(tree.tensors(part))
+        keep.called_with(found)
+
+    return look
+
+
+_WITHOUT_TENSORS = (type(None), bool, int, float, str)
 
 
 def looked_at_first(tap: Tap, look: Look) -> Edit:

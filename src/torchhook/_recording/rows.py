@@ -12,10 +12,11 @@ from torch import Tensor
 
 from torchhook._recording import tensor_codecs
 from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.tables import facts, size
 from torchhook._values import tree
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Record:
     """One kept value: where and when it passed, and the value."""
 
@@ -44,6 +45,15 @@ class Record:
     @property
     def nbytes(self) -> int:
         return sum(_nbytes(t) for t in tree.tensors(self.value))
+
+    def __repr__(self) -> str:  # without the numbers, which are most of it and seldom meant
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.shape} {self.dtype} on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.shape}
+        told |= {"dtype": self.dtype, "device": self.device, "memory": size(self.nbytes)}
+        return facts(self.site.shown, {name: value for name, value in told.items() if value is not None})._repr_html_()
 
 
 def _common(texts: Iterator[str]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchhook._core.heads import known_heads
 from torchhook._core.index import Index
 from torchhook._core.select import Target
+from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.heads import HeadAxis, NoPart, head_axis
@@ -159,7 +160,10 @@ def _leaves(value: Any, site: str, leaf: str | None) -> dict[str, Tensor]:
     if leaf is None:
         return found
     if leaf not in found:
-        raise EditError(f"{site}: no tensor at leaf={leaf!r}. {suggestion(leaf, found)}")
+        # The leaf of a bare tensor is the tensor, and has no name to suggest.
+        bare = f"The value is one tensor of shape {tuple(value.shape)}: leave leaf= out." if "" in found else ""
+        there = bare or suggestion(leaf, found) or f"There is none in it: {tree.describe(value)}."
+        raise EditError(f"{shown(site)}: no tensor at leaf={leaf!r}. {there}")
     return {leaf: found[leaf]}
 
 
