@@ -134,14 +134,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
 current_node: Callable[[], Any] = _find("_C._current_autograd_node", lambda: None)
 """The step of the backward pass that runs in this thread, if one does."""
 
-_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+running_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+"""The backward pass that torch counts as running in this thread, also when it has ended; -1 for none."""
 ended_tasks: set[int] = set()
 """Backward passes that torch counts as running while what was to be called after them runs."""
 
 
 def graph_task() -> int:
     """The backward pass that is running in this thread; -1 for none."""
-    return -1 if (task := _graph_task()) in ended_tasks else task
+    return -1 if (task := running_task()) in ended_tasks else task
 
 
 next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr", lambda: 0)

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[..., Any]
-Undo = list[Callable[[], object] | tuple[dict[int, Any], int]]
+Undo = list[Callable[[], object] | tuple[dict[Any, Any], Any]]
 """What takes away what was put on, in the order of putting it on; of a hook, where it is and its key there."""
+
+Results = list[tuple[ref[Any], Hook]]
+"""Hooks on what steps have made: the dict that holds each, which goes with the graph, and the hook, which is its key."""
 
 # A class that registers in a way of its own is asked to.
 _AFTER, _BEFORE = nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook
@@ -65,7 +69,7 @@ def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] |
     hooks[key] = hook
 
 
-def take_away(last: Callable[[], object] | tuple[dict[int, Any], int]) -> None:
+def take_away(last: Callable[[], object] | tuple[dict[Any, Any], Any]) -> None:
     """Undo one thing. Twice does no harm."""
     if type(last) is tuple:
         last[0].pop(last[1], None)
@@ -107,4 +111,57 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
+# -- results of steps of the graph ----------------------------------------------------------------------
+
+
+def registered() -> int:
+    """How many hooks were registered in this process, on anything: as long as it is the same, no new one is there."""
+    return RemovableHandle.next_id
+
+
+def newest_step(tensor: Tensor) -> int:
+    """The number of the step that made a tensor, if none is newer and it is no view: nobody has used it yet; or -1."""
+    made: Any = tensor.grad_fn
+    if made is None or tensor._base is not None:
+        return -1
+    number: int = made._sequence_nr()
+    return number if number + 1 == _next_step() else -1
+
+
+def put_on_result(known: Results, tensor: Tensor, hook: Hook) -> bool:
+    """Call ``hook(gradient)`` for what a step has made, where nobody has put one on yet; whether it was so.
+
+    Without a handle, and without counting as registered: one comes and goes for every layer.
+    """
+    if tensor._backward_hooks is not None:
+        return False
+    hooks: Any = OrderedDict()
+    tensor._backward_hooks = hooks
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    known.append((ref(hooks), hook))  # its own key: those of torch are numbers
+    hooks[hook] = hook
+    return True
+
+
+def _works_on_results() -> bool:
+    leaf, found, known = torch.ones(1, requires_grad=True), list[float](), Results()
+    try:
+        older = leaf * 2
+        result = older * 3
+        if newest_step(result) < 0 or newest_step(older) >= 0 or newest_step(leaf) >= 0 or newest_step(result[:]) >= 0:
+            return False
+        again = put_on_result(known, result, lambda grad: found.append(float(grad)))
+        (result * 4).sum().backward(retain_graph=True)
+        twice = put_on_result(known, result, lambda grad: found.append(-1.0))
+        where, hook = known[0]
+        where().pop(hook)
+        (result * 5).sum().backward()
+        return again and not twice and found == [4.0]
+    except Exception:  # whatever a later torch makes of it
+        return False
+
+
+_next_step: Callable[[], int] = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", lambda: 0)
 is_direct = _works()
+knows_results = _works_on_results()
+"""Whether ``newest_step`` and ``put_on_result`` do what they say."""

@@ -73,10 +73,10 @@ def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles:
     if number + 1 != _torch.next_sequence_number():
         return False
     step = number, tensor.output_nr
-    at, chain = getattr(tensor, _CHAIN, _NO_CHAIN)
+    at, chain = getattr(tensor, CHAIN, _NO_CHAIN)
     if chain is None or at != step:
         chain = Chain()
-        setattr(tensor, _CHAIN, (step, chain))
+        setattr(tensor, CHAIN, (step, chain))
     handles.on_gradient(tensor, Link(chain, listener, hook))
     return True
 
@@ -126,7 +126,7 @@ def _names(tensor: Tensor, total: bool) -> list[Tensor]:
 
 # -- several listeners -------------------------------------------------------------------------------------------
 
-_CHAIN = "_torchhook_chain"  # on a tensor: who listens to it, and at which step
+CHAIN = "_torchhook_chain"  # on a tensor: who listens to it, and at which step
 _NO_CHAIN: tuple[None, None] = None, None
 
 LinkHook = Callable[[Tensor, Tensor], Tensor | None]
@@ -188,11 +188,11 @@ def _same_moment(one: Listener, other: Listener) -> bool:
 
 def _link(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> None:
     step = step_of(tensor)
-    at, chain = getattr(tensor, _CHAIN, (None, None))
+    at, chain = getattr(tensor, CHAIN, (None, None))
     if chain is None or at != step:
         chain = Chain()
         if step is not None:  # a leaf outlives the session
-            setattr(tensor, _CHAIN, (step, chain))
+            setattr(tensor, CHAIN, (step, chain))
     handles.on_gradient(tensor, Link(chain, listener, hook))
 
 

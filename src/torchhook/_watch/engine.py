@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.nn.parameter import is_lazy
 
 from torchhook._core.index import Index
+from torchhook._core.observing import can_observe, observe
 from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
 from torchhook._core.sharding import Home, Homes
@@ -91,7 +92,11 @@ class Watched:
                 session.look(target, looks.once(str(site)))
                 continue
             is_output = target.tensor is None and site.port == "output"
-            session.look(target, looks.value(str(site), rectified and is_output and rectifies(target.module, site.op)))
+            look = looks.value(str(site), rectified and is_output and rectifies(target.module, site.op))
+            if self.gradients and can_observe(session, target):
+                observe(session, target, look, looks.gradient(str(site)))
+                continue
+            session.look(target, look)
             if self.gradients and is_output:
                 session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
         if self.gradients:
