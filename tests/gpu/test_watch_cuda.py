@@ -17,7 +17,8 @@ from torchhook._watch import rows as rows_of
 from torchhook._watch.alarms import Alarms
 from torchhook._watch.api import watch
 from torchhook._watch.ledger import Ledger
-from torchhook._watch.rows import Rows, merged, merged_norms, works
+from torchhook._watch.rows import Rows, works
+from torchhook._watch.tables import merged, merged_norms
 
 try:
     import pytest

@@ -24,9 +24,10 @@ from torchhook._recording.address import Site
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.ledger import Key, Ledger, Room
+from torchhook._watch.looks import Looks
 from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
-from torchhook._watch.step import Looks, Step
+from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
 
@@ -83,22 +84,20 @@ class Watched:
         """Have the session show the running step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
-        if rectified and any(rectifies(target.module, target.site.op) for target in self.in_step):
-            for layer in layers(self.index):
-                session.look(layer, looks.units.look(layer.module))
+        rectified = rectified and any(rectifies(target.module, target.site.op) for target in self.in_step)
+        telling = {layer.module: layer for layer in layers(self.index)} if rectified else {}
         for target in self.in_step:
-            site = target.site
-            if target.tensor is not None and site.port == "output":
-                session.look(target, looks.once(str(site)))
-                continue
-            is_output = target.tensor is None and site.port == "output"
-            look = looks.value(str(site), rectified and is_output and rectifies(target.module, site.op))
+            site, module = target.site, target.module
             if self.gradients and can_observe(session, target):
+                layer = module if telling.pop(module, None) is not None else None
+                look = looks.value(str(site), rectified and rectifies(module, None), layer)
                 observe(session, target, look, looks.gradient(str(site)))
-                continue
-            session.look(target, look)
-            if self.gradients and is_output:
-                session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
+            elif target.tensor is not None and site.port == "output":
+                session.look(target, looks.once(str(site)))
+            else:
+                self._look(session, target, looks, rectified)
+        for layer in telling.values():
+            session.look(layer, looks.units.look(layer.module))
         if self.gradients:
             session.reduced = True
             for name, home in trained.items():
@@ -106,6 +105,13 @@ class Watched:
                     session.follow(home.parameter, looks.parameter_gradient(name, home.parameter))
                 else:
                     session.look(self.parameters[name], looks.reduced_gradient(name))
+
+    def _look(self, session: Session, target: Target, looks: Looks, rectified: bool) -> None:
+        site = target.site
+        is_output = target.tensor is None and site.port == "output"
+        session.look(target, looks.value(str(site), rectified and is_output and rectifies(target.module, site.op)))
+        if self.gradients and is_output:
+            session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
 
     def trained(self) -> dict[str, Home]:
         """The parameters that training can move, as the model holds them now, or will again when it has run.

@@ -11,74 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
-from torchhook._core.taps import Look
 from torchhook._torch import version
 from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger
+from torchhook._watch.rows import NORM
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
-
-
-class Looks:
-    """What hooks call, for all steps: each is shown to the one that is running."""
-
-    def __init__(self, measure: Measure, units: Units) -> None:
-        self.units = units
-        self._measure = measure
-        self._step: Step | None = None
-
-    def begin(self, ledger: Ledger) -> Step:
-        """From here on, all is shown to a new step."""
-        self.units.begin()
-        self._step = step = Step(self._measure, self.units, ledger)
-        return step
-
-    def end(self) -> None:
-        """The step is over, and nothing of it is held on to."""
-        self._step = None
-
-    def value(self, site: str, rectifies: bool) -> Look:
-        def look(value: Any, call: int) -> None:
-            if self._step is not None:
-                self._step.saw(site, value, rectifies)
-
-        return look
-
-    def once(self, site: str) -> Look:
-        """For parameters, which are the same at every call of their module."""
-
-        def look(value: Any, call: int) -> None:
-            if self._step is not None and not self._step.has_seen(site):
-                self._step.saw(site, value, False)
-
-        return look
-
-    def gradient(self, site: str) -> Look:
-        def look(value: Any, call: int) -> None:
-            if self._step is not None:
-                self._step.saw_gradient(site, value)
-
-        return look
-
-    def reduced_gradient(self, site: str) -> Look:
-        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
-
-        def look(gradient: Tensor, call: int) -> None:
-            if self._step is not None:
-                self._step.saw_reduced_gradient(site, gradient)
-
-        return look
-
-    def parameter_gradient(self, site: str, parameter: Tensor) -> Callable[[Tensor | None], None]:
-        def look(gradient: Tensor | None) -> None:
-            if self._step is not None and gradient is not None:  # torch calls hooks where none comes (pytorch#11751)
-                self._step.saw_parameter_gradient(site, parameter, gradient)
-
-        return look
 
 
 class Step:
@@ -112,7 +54,56 @@ class Step:
         """Whether other ranks have parts of what was measured."""
         return any(self.lie.values()) or any(self.weights_lie.values())
 
-    # -- what hooks call -----------------------------------------------------------------------
+    # -- what hooks call, of plain tensors like those before -----------------------------------------
+
+    def saw_again(self, site: str, value: Tensor, unit: int | None) -> bool:
+        """A plain tensor has passed; whether it is like one before, and all was done that ``saw`` does with it."""
+        latest = self._statistics
+        if latest.tensor() is value and latest.is_unchanged(value):
+            if unit is not None:  # which may not have been asked for before
+                return False
+            row = latest.result[0]
+        else:
+            rows = self.ledger.rows.get(value.device)
+            row = None if rows is None else rows.again(value, unit)
+            if row is None or (unit is not None and not row.units):
+                return False
+            latest.remember(value, (row, None))
+        self.ran = True
+        if site in self._values:
+            self._values[site].append(row)
+        else:
+            self._values[site] = [row]
+        if unit is not None:
+            self._masks.setdefault(site, []).append((row, "live"))
+        return True
+
+    def saw_gradient_again(self, site: str, value: Tensor) -> bool:
+        """As ``saw_again``, for ``saw_gradient``."""
+        latest = self._gradient_norm
+        if latest.tensor() is value and latest.is_unchanged(value):
+            row = latest.result[0]
+        else:
+            rows = self.ledger.rows.get(value.device)
+            row = None if rows is None else rows.again(value, NORM)
+            if row is None:
+                return False
+            latest.remember(value, (row, None))
+        if site in self._gradients:
+            self._gradients[site].append(row)
+        else:
+            self._gradients[site] = [row]
+        return True
+
+    def saw_parameter_gradient_soon(self, site: str, gradient: Tensor) -> None:
+        """As ``saw_parameter_gradient``, for one that is taken together with others: at the end of the pass, and not
+        later, for gradients are clipped and zeroed in place."""
+        self.ledger.norm_soon(site, gradient)
+        self._parameter_gradients[site] = site
+        if self._waiting is None or self._waiting() is None:
+            self._wait_for_end()
+
+    # -- what hooks call, of all others ---------------------------------------------------------------
 
     def saw(self, site: str, value: Any, rectifies: bool) -> None:
         """A value has passed."""
@@ -153,12 +144,10 @@ class Step:
             self._wait_for_end()
             self._awaited[site] = (parameter, id(before), version(before))
             return
-        key = self.ledger.norm_soon(gradient)
-        if key is None:
-            key = self.ledger.norm(_dense(gradient))
+        if self.ledger.can_wait(gradient):
+            self.saw_parameter_gradient_soon(site, gradient)
         else:
-            self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
-        self._parameter_gradients[site] = key
+            self._parameter_gradients[site] = self.ledger.norm(_dense(gradient))
 
     def _wait_for_end(self) -> None:
         if self._waiting is None or self._waiting() is None:
@@ -246,19 +235,25 @@ class _Latest:
 
     def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
-        self._tensor: Callable[[], Tensor | None] = lambda: None
+        self.tensor: Callable[[], Tensor | None] = lambda: None
         self._version = -1
-        self._result: Any = None
+        self.result: Any = None
 
     def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
         """What the function makes of a tensor; it may not have been asked for units before."""
+        if self.tensor() is not tensor or not self.is_unchanged(tensor):
+            self.remember(tensor, self._function(tensor, unit, plain))
+            return self.result
+        return self.result if unit is None else (self.result[0], None)
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether the newest tensor was not written to since."""
         # An inference tensor counts no versions, so a write to it would go unnoticed.
-        now = -1 if tensor.is_inference() else version(tensor)
-        if now == -1 or now != self._version or self._tensor() is not tensor:
-            self._result = self._function(tensor, unit, plain)
-            self._tensor, self._version = weakref.ref(tensor), now
-            return self._result
-        return self._result if unit is None else (self._result[0], None)
+        return self._version != -1 and version(tensor) == self._version
+
+    def remember(self, tensor: Tensor, result: Any) -> None:
+        self.tensor, self.result = weakref.ref(tensor), result
+        self._version = -1 if tensor.is_inference() else version(tensor)
 
 
 def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
