@@ -89,6 +89,14 @@ def version(tensor: Tensor) -> int:
     return _no_versions() if found is None else found
 
 
+def version_of(tensor: Tensor) -> int:
+    """As ``version``; -1 for an inference tensor, which counts none, and where nobody knows."""
+    try:
+        return tensor._version
+    except (AttributeError, RuntimeError):
+        return -1
+
+
 def base(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of."""
     found: Any = getattr(tensor, "_base", _GONE)

@@ -111,12 +111,12 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-# -- results of steps of the graph ----------------------------------------------------------------------
-
-
-def registered() -> int:
-    """How many hooks were registered in this process, on anything: as long as it is the same, no new one is there."""
+def registered_anywhere() -> int:
+    """How many hooks were registered in this process, on anything."""
     return RemovableHandle.next_id
+
+
+# -- results of steps of the graph ----------------------------------------------------------------------
 
 
 def newest_step(tensor: Tensor) -> int:

@@ -47,15 +47,11 @@ class Aliases:
     session closes."""
 
     def __init__(self) -> None:
-        self._open: list[Alias] = []
+        self.waiting: list[Alias] = []
         self._followed_in = -1
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._open)
-
     def add(self, alias: Alias) -> None:
-        self._open.append(alias)
+        self.waiting.append(alias)
 
     def followed_first(self, hook: TensorHook) -> TensorHook:
         """What comes late in the forward pass comes early in the backward pass: in time to find what was written to
@@ -69,14 +65,14 @@ class Aliases:
 
     def follow_writes(self) -> None:
         """Once in a backward pass: follow what was written to."""
-        if self._open and self._followed_in != graph_task():
+        if self.waiting and self._followed_in != graph_task():
             self._followed_in = graph_task()
-            for alias in self._open:
+            for alias in self.waiting:
                 alias.follow_write()
 
     def settle(self) -> None:
-        open_, self._open = self._open, []
-        for alias in open_:
+        waiting, self.waiting = self.waiting, []
+        for alias in waiting:
             alias.settle()
 
     def settle_after(self, output: Any, call: int, source: Any, again: bool) -> Any:

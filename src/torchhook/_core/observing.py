@@ -106,7 +106,11 @@ class ObserveTap(OutputTap):
         ):
             return super().__call__(module, args, output)
         number = newest_step(output)
-        if number < 0 or not self._is_new(output, args):
+        if self._makes_new:
+            is_new = not args or output is not args[0]
+        else:
+            is_new = self._gradient.is_new(output, args)
+        if number < 0 or not is_new:
             return super().__call__(module, args, output)
         call, handles = next(self.calls), self._gradient.handles
         arrival = Arrival(self._gradient, self._grad_tap, call)
@@ -121,11 +125,6 @@ class ObserveTap(OutputTap):
         self.ran = call + 1
         self._look(output, call)
         return None
-
-    def _is_new(self, output: Tensor, args: tuple[Any, ...]) -> bool:
-        if self._makes_new:
-            return not args or output is not args[0]
-        return self._gradient.is_new(output, args)
 
     def _joins(self, arrival: Arrival, number: int, place: int) -> bool:
         """Hear of a tensor's gradient together with the one who came before: what a layer returns, its container
@@ -209,7 +208,7 @@ class Arrival(Chain):
         if self._all is None:
             gradient = self._gradient
             if gradient.handles.round == self._round:
-                if gradient.aliases.is_used:
+                if gradient.aliases.waiting:
                     gradient.aliases.follow_writes()
                 for _, tap, call in self._taps:
                     tap.ran += 1

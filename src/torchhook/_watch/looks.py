@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from torchhook._core.taps import Look
-from torchhook._torch import version
+from torchhook._torch import version_of
 from torchhook._values.statistics import Measure
 from torchhook._watch.ledger import Ledger
 from torchhook._watch.rows import NORM
@@ -81,27 +81,48 @@ class _Value:
         self._dim: int | None = None
 
     def __call__(self, value: Any, call: int) -> None:
-        step = self._looks.step
+        looks = self._looks
+        step = looks.step
         if step is None:
             return
-        if self._looks.has_rows and type(value) is Tensor and not value.is_nested:
-            # Only the same as in a call before: then all that is to be known of it is known.
-            shape, dims = value.shape, self._looks.units.dims
-            if shape == self._shape:
-                if self._dim is not None:
-                    dims[shape] = self._dim
-                unit = dims.get(shape) if self._rectifies else None
-                if (unit is not None or not self._rectifies) and step.saw_again(self._site, value, unit):
-                    return
-        self._look(step, value, call)
+        if not looks.has_rows or type(value) is not Tensor or value.is_nested:
+            self._look(step, value, call)
+            return
+        unit, shape, latest = None, value.shape, step.latest_value
+        if self._tell is not None:
+            if shape != self._shape:
+                self._look(step, value, call)
+                return
+            if self._dim is not None:
+                looks.units.dims[shape] = self._dim
+        elif self._rectifies:
+            unit = looks.units.dims.get(shape)
+            if unit is None or value.ndim < 2:
+                self._look(step, value, call)
+                return
+        if latest.tensor() is value and unit is None and latest.is_unchanged(value):
+            row = latest.result[0]
+        else:
+            row = step.ledger.row_again(value, unit)
+            if row is None or (unit is not None and not row.units):
+                self._look(step, value, call)
+                return
+            latest.tensor, latest.version, latest.result = ref(value), version_of(value), (row, None)
+        step.ran = True
+        if self._site in step.values:
+            step.values[self._site].append(row)
+        else:
+            step.values[self._site] = [row]
+        if unit is not None:
+            step.masks.setdefault(self._site, []).append((row, "live"))
 
     def _look(self, step: Step, value: Any, call: int) -> None:
+        """At a value that is in some way unlike those before."""
         if self._tell is not None:
             self._tell(value, call)
+            if isinstance(value, Tensor) and not value.is_nested:
+                self._shape, self._dim = value.shape, self._looks.units.dims.get(value.shape)
         step.saw(self._site, value, self._rectifies)
-        if type(value) is Tensor and not value.is_nested and value.dim() > 1:
-            self._shape = value.shape
-            self._dim = None if self._tell is None else self._looks.units.dims.get(value.shape)
 
 
 class _Gradient:
@@ -114,8 +135,23 @@ class _Gradient:
 
     def __call__(self, value: Any, call: int) -> None:
         step = self._looks.step
-        if step is not None and not (type(value) is Tensor and step.saw_gradient_again(self._site, value)):
+        if step is None:
+            return
+        latest = step.latest_gradient
+        if type(value) is not Tensor:
+            row = None
+        elif latest.tensor() is value and latest.is_unchanged(value):
+            row = latest.result[0]
+        else:
+            row = step.ledger.row_again(value, NORM)
+            if row is not None:
+                latest.tensor, latest.version, latest.result = ref(value), version_of(value), (row, None)
+        if row is None:
             step.saw_gradient(self._site, value)
+        elif self._site in step.gradients:
+            step.gradients[self._site].append(row)
+        else:
+            step.gradients[self._site] = [row]
 
 
 class _ParameterGradient:

@@ -184,9 +184,8 @@ class Rows:
         # Memory that was given back has no address.
         if plan is None or not pointer or plan.launch is None or plan.aligned is not (pointer % 16 == 0):
             return None
-        return None if tensor.is_neg() else self._launch(plan, pointer)
-
-    def _launch(self, plan: Plan, pointer: int) -> Row:
+        if tensor.is_neg():
+            return None
         row, slots, live = self._take(plan)
         if self._is_alone:
             plan.launch(plan.programs, pointer, slots, live)
@@ -245,7 +244,10 @@ class Rows:
     def _look(self, dense: Tensor, plan: Plan) -> Row:
         pointer = dense.data_ptr()
         if plan.launch is not None and plan.aligned is (pointer % 16 == 0):
-            return self._launch(plan, pointer)
+            row, slot, flag = self._take(plan)
+            with _current(self._device):
+                plan.launch(plan.programs, pointer, slot, flag)
+            return row
         with self._turn:
             row, slot, flag = self._take(plan)
             slots = (self._whole if plan.whole else self._norms).at(slot)

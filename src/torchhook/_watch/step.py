@@ -11,16 +11,21 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
-from torchhook._torch import version
+from torchhook._torch import version, version_of
 from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger
-from torchhook._watch.rows import NORM
+from torchhook._watch.rows import Row
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
+
+
+Found = dict[str, dict[str, Any]]
+"""Statistics by site and name."""
+Keys = dict[str, Key]
 
 
 class Step:
@@ -38,62 +43,23 @@ class Step:
         """Which values lie on several ranks."""
         self.weights_lie: dict[str, Groups] = {}
         self._measure = measure
-        self._values: dict[str, list[Measured | Key]] = {}
+        self.values: dict[str, list[Measured | Key]] = {}
         """Where their numbers are in the ledger."""
-        self._masks: dict[str, list[Key]] = {}
-        self._gradients: dict[str, list[Key]] = {}
+        self.masks: dict[str, list[Key]] = {}
+        self.gradients: dict[str, list[Key]] = {}
         self._parameter_gradients: dict[str, Key] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
         self._waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
-        self._statistics = _Latest(functools.partial(ledger.statistics, measure))
-        self._gradient_norm = _Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
+        self.latest_value = Latest(functools.partial(ledger.statistics, measure))
+        self.latest_gradient = Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
 
     @property
     def is_shared(self) -> bool:
         """Whether other ranks have parts of what was measured."""
         return any(self.lie.values()) or any(self.weights_lie.values())
 
-    # -- what hooks call, of plain tensors like those before -----------------------------------------
-
-    def saw_again(self, site: str, value: Tensor, unit: int | None) -> bool:
-        """A plain tensor has passed; whether it is like one before, and all was done that ``saw`` does with it."""
-        latest = self._statistics
-        if latest.tensor() is value and latest.is_unchanged(value):
-            if unit is not None:  # which may not have been asked for before
-                return False
-            row = latest.result[0]
-        else:
-            rows = self.ledger.rows.get(value.device)
-            row = None if rows is None else rows.again(value, unit)
-            if row is None or (unit is not None and not row.units):
-                return False
-            latest.remember(value, (row, None))
-        self.ran = True
-        if site in self._values:
-            self._values[site].append(row)
-        else:
-            self._values[site] = [row]
-        if unit is not None:
-            self._masks.setdefault(site, []).append((row, "live"))
-        return True
-
-    def saw_gradient_again(self, site: str, value: Tensor) -> bool:
-        """As ``saw_again``, for ``saw_gradient``."""
-        latest = self._gradient_norm
-        if latest.tensor() is value and latest.is_unchanged(value):
-            row = latest.result[0]
-        else:
-            rows = self.ledger.rows.get(value.device)
-            row = None if rows is None else rows.again(value, NORM)
-            if row is None:
-                return False
-            latest.remember(value, (row, None))
-        if site in self._gradients:
-            self._gradients[site].append(row)
-        else:
-            self._gradients[site] = [row]
-        return True
+    # -- what hooks call -----------------------------------------------------------------------
 
     def saw_parameter_gradient_soon(self, site: str, gradient: Tensor) -> None:
         """As ``saw_parameter_gradient``, for one that is taken together with others: at the end of the pass, and not
@@ -102,8 +68,6 @@ class Step:
         self._parameter_gradients[site] = site
         if self._waiting is None or self._waiting() is None:
             self._wait_for_end()
-
-    # -- what hooks call, of all others ---------------------------------------------------------------
 
     def saw(self, site: str, value: Any, rectifies: bool) -> None:
         """A value has passed."""
@@ -114,22 +78,22 @@ class Step:
             unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
             mask = None
             if self._measure.needed:
-                measured, mask = self._statistics.of(tensor, unit, plain)
-                if key in self._values:
-                    self._values[key].append(measured)
+                measured, mask = self.latest_value.of(tensor, unit, plain)
+                if key in self.values:
+                    self.values[key].append(measured)
                 else:
-                    self._values[key] = [measured]
+                    self.values[key] = [measured]
             if unit is not None:
                 mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
-                self._masks.setdefault(key, []).append(mask)
+                self.masks.setdefault(key, []).append(mask)
 
     def has_seen(self, site: str) -> bool:
-        return site in self._values
+        return site in self.values
 
     def saw_gradient(self, site: str, value: Any) -> None:
         plain = type(value) is Tensor and self.ledger.takes(value)
         for key, tensor in ((site, value),) if plain else _parts(site, value):
-            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor, None, plain)[0])
+            self.gradients.setdefault(key, []).append(self.latest_gradient.of(tensor, None, plain)[0])
 
     def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
         self._parameter_gradients[site] = self.ledger.norm(gradient)
@@ -170,90 +134,133 @@ class Step:
     def finish(
         self,
         wanted: Sequence[str],
-        weights: dict[str, Key],
-        updates: dict[str, Key],
+        weights: Keys,
+        updates: Keys,
         shared: Shared,
         by_hand: bool,
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    ) -> tuple[Found, dict[str, Tensor]]:
         """Read all numbers at once: statistics by site, modules first, and which units of rectifiers live."""
         numbers = self.ledger.read()
-        values = self._of_values(numbers)
-        values |= shared.merge(values, self.lie, by_hand)
-        of_weights = self._of_weights(numbers, weights, updates)
-        of_weights |= shared.merge(of_weights, self.weights_lie, by_hand)
-        found = {site: self._summary(part["parts"], wanted) for site, part in values.items() if "parts" in part}
-        for site, part in (*values.items(), *of_weights.items()):
+        found = self._of_values(numbers, wanted)
+        masks = {site: _any([numbers[key] for key in keys]) for site, keys in self.masks.items()}
+        for site, mask in masks.items():
+            found.setdefault(site, {})
+            if "dead" in wanted:
+                found[site]["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
+        self._add_norms(found, numbers, weights, updates, wanted)
+        if self.is_shared:
+            self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)
+        return found, masks
+
+    def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
+        """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
+        found: Found = {}
+        several: dict[Table, dict[str, list[int]]] = {}
+        known: Table | None = None
+        for site, parts in self.values.items():
+            places = [numbers[part] for part in parts if type(part) is Row]
+            if not places or len(places) < len(parts) or any(table is not places[0][0] for table, _ in places):
+                found[site] = summarize(self._measured(parts, numbers), wanted)
+            elif len(places) == 1:  # as of nearly all
+                (table, at), found[site] = places[0], {}
+                if table is not known:
+                    known, summaries = table, table.summaries(wanted)
+                found[site] = {**summaries[at]}
+            else:
+                found[site] = {}
+                several.setdefault(places[0][0], {})[site] = [at for _, at in places]
+        for table, groups in several.items():
+            found |= zip(groups, table.joined(list(groups.values())).summaries(wanted), strict=True)
+        return found
+
+    def _measured(self, parts: list[Measured | Key], numbers: dict[Key, Any]) -> list[Measured]:
+        found = [part.map(numbers.__getitem__) if isinstance(part, Measured) else numbers[part] for part in parts]
+        return [part if isinstance(part, Measured) else part[0].measured(part[1], self._measure) for part in found]
+
+    def _add_norms(
+        self, found: Found, numbers: dict[Key, Any], weights: Keys, updates: Keys, wanted: Sequence[str]
+    ) -> None:
+        """The norms of gradients and of parameters, and how far those went."""
+        scale, gradients, norms = self.loss_scale, "grad_norm" in wanted, "norm" in wanted
+        for site, keys in self.gradients.items():
             if site not in found:
                 found[site] = {}
-            if "norm" in part:
-                found[site]["norm"] = part["norm"]
-            if "grad_norm" in part:
-                found[site]["grad_norm"] = part["grad_norm"] / self.loss_scale
-            if "update" in part:
-                found[site]["update_ratio"] = _ratio(part["update"], part["norm"])
-        masks = {site: _any([numbers[key] for key in keys]) for site, keys in self._masks.items()}
-        for site, mask in masks.items():
-            found.setdefault(site, {})["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
-        return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
-
-    def _summary(self, parts: list[Measured | tuple[Table, int]], wanted: Sequence[str]) -> dict[str, Any]:
-        if len(parts) == 1 and not isinstance(first := parts[0], Measured):
-            return first[0].summaries(wanted)[first[1]].copy()  # as of nearly all: one call, and all numbers at once
-        return summarize([self._measured(part) for part in parts], wanted)
-
-    def _measured(self, part: Measured | tuple[Table, int]) -> Measured:
-        return part if isinstance(part, Measured) else part[0].measured(part[1], self._measure)
-
-    def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
-        """What this rank knows of what passed the sites."""
-        mine: dict[str, Part] = {
-            site: {"parts": [p.map(numbers.__getitem__) if isinstance(p, Measured) else numbers[p] for p in parts]}
-            for site, parts in self._values.items()
-        }
-        for site, groups in self.lie.items():
-            if groups and site in mine:  # other ranks have no tables of ours
-                mine[site]["parts"] = [self._measured(part) for part in mine[site]["parts"]]
-        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
-        for site, keys in self._gradients.items():
-            mine.setdefault(site, {})["grad_norm"] = math.hypot(*(numbers[key] for key in keys))
-        return mine
-
-    def _of_weights(self, numbers: dict[Key, Any], weights: dict[str, Key], updates: dict[str, Key]) -> dict[str, Part]:
-        """What this rank knows of the parameters."""
-        mine: dict[str, Part] = {}
+            if gradients:
+                # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
+                norm = numbers[keys[0]] if len(keys) == 1 else math.hypot(*[numbers[key] for key in keys])
+                found[site]["grad_norm"] = norm / scale
         for site, key in weights.items():
-            part = mine[site] = {"norm": numbers[key]}
+            if site not in found:
+                found[site] = {}
+            of_site, norm = found[site], numbers[key]
+            if norms:
+                of_site["norm"] = norm
+            if gradients and site in self._parameter_gradients:
+                of_site["grad_norm"] = numbers[self._parameter_gradients[site]] / scale
+            if site in updates:
+                update = numbers[updates[site]]
+                of_site["update_ratio"] = update / norm if norm != 0 else _ratio(update, norm)
+
+    def _add_shared(
+        self,
+        found: Found,
+        numbers: dict[Key, Any],
+        weights: Keys,
+        updates: Keys,
+        wanted: Sequence[str],
+        shared: Shared,
+        by_hand: bool,
+    ) -> None:
+        """What all ranks know together, of the sites that lie on several of them."""
+        mine: dict[str, Part] = {}
+        for site in [site for site, groups in self.lie.items() if groups]:
+            part = mine[site] = {"parts": self._measured(self.values[site], numbers)} if site in self.values else {}
+            if site in self.gradients:
+                part["grad_norm"] = math.hypot(*[numbers[key] for key in self.gradients[site]])
+        of_weights: dict[str, Part] = {}
+        for site in [site for site in weights if self.weights_lie.get(site)]:
+            part = of_weights[site] = {"norm": numbers[weights[site]]}
             if site in self._parameter_gradients:
                 part["grad_norm"] = numbers[self._parameter_gradients[site]]
             if site in updates:
                 part["update"] = numbers[updates[site]]
-        return mine
+        for whole in (shared.merge(mine, self.lie, by_hand), shared.merge(of_weights, self.weights_lie, by_hand)):
+            for site, part in whole.items():
+                told = found.setdefault(site, {}) | self._told(part, wanted)
+                found[site] = {name: told[name] for name in wanted if name in told}
+
+    def _told(self, part: Part, wanted: Sequence[str]) -> dict[str, Any]:
+        told = summarize(part["parts"], wanted) if part.get("parts") else {}
+        if "norm" in part:
+            told["norm"] = part["norm"]
+        if "grad_norm" in part:
+            told["grad_norm"] = part["grad_norm"] / self.loss_scale
+        if "update" in part:
+            told["update_ratio"] = _ratio(part["update"], part["norm"])
+        return told
 
 
-class _Latest:
+class Latest:
     """A function that is not called again for the same tensor: what a layer returns, its container often does too."""
 
     def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
         self.tensor: Callable[[], Tensor | None] = lambda: None
-        self._version = -1
+        self.version = -1
+        """None is counted for an inference tensor, so a write to it would go unnoticed."""
         self.result: Any = None
 
     def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
         """What the function makes of a tensor; it may not have been asked for units before."""
         if self.tensor() is not tensor or not self.is_unchanged(tensor):
-            self.remember(tensor, self._function(tensor, unit, plain))
+            self.result = self._function(tensor, unit, plain)
+            self.tensor, self.version = weakref.ref(tensor), version_of(tensor)
             return self.result
         return self.result if unit is None else (self.result[0], None)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether the newest tensor was not written to since."""
-        # An inference tensor counts no versions, so a write to it would go unnoticed.
-        return self._version != -1 and version(tensor) == self._version
-
-    def remember(self, tensor: Tensor, result: Any) -> None:
-        self.tensor, self.result = weakref.ref(tensor), result
-        self._version = -1 if tensor.is_inference() else version(tensor)
+        return self.version != -1 and version_of(tensor) == self.version
 
 
 def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
