@@ -83,18 +83,14 @@ def storage_ref(tensor: Tensor) -> Any:
     return _HeldStorage(tensor.untyped_storage())
 
 
+version_of: Callable[[Tensor], int] = _find("_version.__get__", lambda tensor: -1, Tensor)
+"""As ``version``, for those who can do without it: -1 where nobody knows. An inference tensor raises, as it counts none."""
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; its views count together."""
     found: int | None = getattr(tensor, "_version", None)
     return _no_versions() if found is None else found
-
-
-def version_of(tensor: Tensor) -> int:
-    """As ``version``; -1 for an inference tensor, which counts none, and where nobody knows."""
-    try:
-        return tensor._version
-    except (AttributeError, RuntimeError):
-        return -1
 
 
 def base(tensor: Tensor) -> Tensor | None:

@@ -69,8 +69,8 @@ def go_on(session: Session) -> None:
         tap.ran, tap._segments = 0, None
     for grad_tap, _ in taps._gradients.values():
         grad_tap.ran = 0
-        if grad_tap.lacked_gradient:
-            grad_tap.forget(-1)
+        if grad_tap._without_grad:
+            grad_tap._without_grad = {}
 
 
 class ObserveTap(OutputTap):

@@ -14,7 +14,7 @@ from torchhook import _torch, _torch_foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows
+from torchhook._watch.rows import MOST, READ, Plans, Rows, has_rows
 from torchhook._watch.shared import part_norm
 from torchhook._watch.tables import Table, merged, merged_norms
 
@@ -77,11 +77,6 @@ class Ledger:
             and not _torch.in_transform()
             and tensor.untyped_storage().nbytes() > 0
         )
-
-    def row_again(self, tensor: Tensor, unit: int | None) -> Row | None:
-        """The row of a plain tensor that is like one before: of its statistics, or of its norm alone for ``NORM``."""
-        rows = self.rows.get(tensor.device)
-        return None if rows is None else rows.again(tensor, unit)
 
     def norm(self, tensor: Tensor, plain: bool = False) -> Key:
         """Take the norm of what of a tensor lies on this rank, which may be nothing; it is ``plain`` if ``takes``."""

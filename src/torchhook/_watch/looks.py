@@ -103,11 +103,16 @@ class _Value:
         if latest.tensor() is value and unit is None and latest.is_unchanged(value):
             row = latest.result[0]
         else:
-            row = step.ledger.row_again(value, unit)
+            rows = step.rows.get(value.device)
+            row = None if rows is None else rows.again(value, unit)
             if row is None or (unit is not None and not row.units):
                 self._look(step, value, call)
                 return
-            latest.tensor, latest.version, latest.result = ref(value), version_of(value), (row, None)
+            latest.tensor, latest.result = ref(value), (row, None)
+            try:
+                latest.version = version_of(value)
+            except RuntimeError:  # an inference tensor
+                latest.version = -1
         step.ran = True
         if self._site in step.values:
             step.values[self._site].append(row)
@@ -143,9 +148,14 @@ class _Gradient:
         elif latest.tensor() is value and latest.is_unchanged(value):
             row = latest.result[0]
         else:
-            row = step.ledger.row_again(value, NORM)
+            rows = step.rows.get(value.device)
+            row = None if rows is None else rows.again(value, NORM)
             if row is not None:
-                latest.tensor, latest.version, latest.result = ref(value), version_of(value), (row, None)
+                latest.tensor, latest.result = ref(value), (row, None)
+                try:
+                    latest.version = version_of(value)
+                except RuntimeError:
+                    latest.version = -1
         if row is None:
             step.saw_gradient(self._site, value)
         elif self._site in step.gradients:
@@ -171,6 +181,9 @@ class _ParameterGradient:
             kind = gradient.device, gradient.dtype, gradient.shape, gradient.layout
             if kind == self._kind or step.ledger.can_wait(gradient):
                 self._kind = kind
-                step.saw_parameter_gradient_soon(self._site, gradient)
+                step.ledger.norm_soon(self._site, gradient)
+                step.parameter_gradients[self._site] = self._site
+                if step.waiting is None or step.waiting() is None:
+                    step.wait_for_end()
                 return
         step.saw_parameter_gradient(self._site, self._parameter, gradient)

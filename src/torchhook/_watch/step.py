@@ -34,7 +34,7 @@ class Step:
     def __init__(self, measure: Measure, units: Units, ledger: Ledger) -> None:
         self.number = 0
         self.loss_scale: float = 1.0
-        self.ledger = ledger
+        self.ledger, self.rows = ledger, ledger.rows
         self.ran: bool = False
         """Whether anything passed at all."""
         self.units = units
@@ -47,9 +47,9 @@ class Step:
         """Where their numbers are in the ledger."""
         self.masks: dict[str, list[Key]] = {}
         self.gradients: dict[str, list[Key]] = {}
-        self._parameter_gradients: dict[str, Key] = {}
+        self.parameter_gradients: dict[str, Key] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
-        self._waiting: weakref.ref[Any] | None = None
+        self.waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
         self.latest_value = Latest(functools.partial(ledger.statistics, measure))
         self.latest_gradient = Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
@@ -60,14 +60,6 @@ class Step:
         return any(self.lie.values()) or any(self.weights_lie.values())
 
     # -- what hooks call -----------------------------------------------------------------------
-
-    def saw_parameter_gradient_soon(self, site: str, gradient: Tensor) -> None:
-        """As ``saw_parameter_gradient``, for one that is taken together with others: at the end of the pass, and not
-        later, for gradients are clipped and zeroed in place."""
-        self.ledger.norm_soon(site, gradient)
-        self._parameter_gradients[site] = site
-        if self._waiting is None or self._waiting() is None:
-            self._wait_for_end()
 
     def saw(self, site: str, value: Any, rectifies: bool) -> None:
         """A value has passed."""
@@ -96,7 +88,7 @@ class Step:
             self.gradients.setdefault(key, []).append(self.latest_gradient.of(tensor, None, plain)[0])
 
     def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
-        self._parameter_gradients[site] = self.ledger.norm(gradient)
+        self.parameter_gradients[site] = self.ledger.norm(gradient)
 
     def saw_parameter_gradient(self, site: str, parameter: Tensor, gradient: Tensor) -> None:
         plain = type(gradient) is Tensor and self.ledger.takes(gradient)
@@ -105,19 +97,21 @@ class Step:
         before = parameter.grad
         if before is not None:
             # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-            self._wait_for_end()
+            self.wait_for_end()
             self._awaited[site] = (parameter, id(before), version(before))
             return
         if self.ledger.can_wait(gradient):
-            self.saw_parameter_gradient_soon(site, gradient)
+            self.ledger.norm_soon(site, gradient)
+            self.parameter_gradients[site] = site
+            self.wait_for_end()  # not longer: gradients are clipped and zeroed in place
         else:
-            self._parameter_gradients[site] = self.ledger.norm(_dense(gradient))
+            self.parameter_gradients[site] = self.ledger.norm(_dense(gradient))
 
-    def _wait_for_end(self) -> None:
-        if self._waiting is None or self._waiting() is None:
+    def wait_for_end(self) -> None:
+        if self.waiting is None or self.waiting() is None:
             # Autograd alone holds it, until the backward pass ends or fails.
             read = functools.partial(self._backward_ended)
-            self._waiting = weakref.ref(read)
+            self.waiting = weakref.ref(read)
             after_backward(read)
 
     def _backward_ended(self) -> None:
@@ -127,7 +121,7 @@ class Step:
             total = parameter.grad
             # Unchanged after autograd.grad, which hands its gradients out instead.
             if total is not None and (id(total) != identity or version(total) != known):
-                self._parameter_gradients[site] = self.ledger.norm(_dense(total))
+                self.parameter_gradients[site] = self.ledger.norm(_dense(total))
 
     # -- at the end ----------------------------------------------------------------------------
 
@@ -158,17 +152,18 @@ class Step:
         several: dict[Table, dict[str, list[int]]] = {}
         known: Table | None = None
         for site, parts in self.values.items():
-            places = [numbers[part] for part in parts if type(part) is Row]
-            if not places or len(places) < len(parts) or any(table is not places[0][0] for table, _ in places):
-                found[site] = summarize(self._measured(parts, numbers), wanted)
-            elif len(places) == 1:  # as of nearly all
-                (table, at), found[site] = places[0], {}
+            if len(parts) == 1 and type(parts[0]) is Row:  # as nearly all
+                table, at = numbers[parts[0]]
                 if table is not known:
                     known, summaries = table, table.summaries(wanted)
                 found[site] = {**summaries[at]}
-            else:
+                continue
+            places = [numbers[part] for part in parts if type(part) is Row]
+            if len(places) == len(parts) and all(table is places[0][0] for table, _ in places):
                 found[site] = {}
                 several.setdefault(places[0][0], {})[site] = [at for _, at in places]
+            else:
+                found[site] = summarize(self._measured(parts, numbers), wanted)
         for table, groups in several.items():
             found |= zip(groups, table.joined(list(groups.values())).summaries(wanted), strict=True)
         return found
@@ -195,8 +190,8 @@ class Step:
             of_site, norm = found[site], numbers[key]
             if norms:
                 of_site["norm"] = norm
-            if gradients and site in self._parameter_gradients:
-                of_site["grad_norm"] = numbers[self._parameter_gradients[site]] / scale
+            if gradients and site in self.parameter_gradients:
+                of_site["grad_norm"] = numbers[self.parameter_gradients[site]] / scale
             if site in updates:
                 update = numbers[updates[site]]
                 of_site["update_ratio"] = update / norm if norm != 0 else _ratio(update, norm)
@@ -220,8 +215,8 @@ class Step:
         of_weights: dict[str, Part] = {}
         for site in [site for site in weights if self.weights_lie.get(site)]:
             part = of_weights[site] = {"norm": numbers[weights[site]]}
-            if site in self._parameter_gradients:
-                part["grad_norm"] = numbers[self._parameter_gradients[site]]
+            if site in self.parameter_gradients:
+                part["grad_norm"] = numbers[self.parameter_gradients[site]]
             if site in updates:
                 part["update"] = numbers[updates[site]]
         for whole in (shared.merge(mine, self.lie, by_hand), shared.merge(of_weights, self.weights_lie, by_hand)):
@@ -254,7 +249,8 @@ class Latest:
         """What the function makes of a tensor; it may not have been asked for units before."""
         if self.tensor() is not tensor or not self.is_unchanged(tensor):
             self.result = self._function(tensor, unit, plain)
-            self.tensor, self.version = weakref.ref(tensor), version_of(tensor)
+            self.tensor = weakref.ref(tensor)
+            self.version = -1 if tensor.is_inference() else version_of(tensor)
             return self.result
         return self.result if unit is None else (self.result[0], None)
 
