@@ -14,12 +14,13 @@ from torchhook import _torch, _torch_foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import MOST, READ, Plans, Rows, has_rows
+from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows
 from torchhook._watch.shared import part_norm
 from torchhook._watch.tables import Table, merged, merged_norms
 
 Key = Hashable
-"""Where a number is in what ``read`` returns: a ``Row``, which has a table and its place there, or anything else."""
+"""Where a number is in what ``read`` returns, if it is no ``Row``: those of a device have one table, ``("table", device)``,
+and one list of norms, ``("norms", device)``."""
 _SMALL = 1 << 20  # elements: what is larger fills a device alone
 _HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
 
@@ -187,12 +188,17 @@ class Ledger:
         slots, squares, live = Rows.read(parts)
         rows, values = self.rows[device], dict[Key, Any]()
         if rows.looked:
-            table = Table([row.size for row in rows.looked], merged(slots, rows.looked))
-            values |= {row: (table, at) for at, row in enumerate(rows.looked)}
+            values["table", rows.number] = Table([row.size for row in rows.looked], merged(slots, rows.looked))
             values |= {(row, "live"): live[row.live : row.live + row.units] for row in rows.looked if row.units}
         if rows.sized:
-            values |= zip(rows.sized, merged_norms(squares, rows.sized).tolist(), strict=True)
+            values["norms", rows.number] = merged_norms(squares, rows.sized).tolist()
         return values
+
+
+def norm_at(key: Key, numbers: dict[Key, Any]) -> float:
+    """A norm in what was read."""
+    found: float = numbers["norms", key.device][key.at] if type(key) is Row else numbers[key]
+    return found
 
 
 def _goes_together(tensor: Tensor) -> bool:

@@ -91,6 +91,8 @@ class Row(NamedTuple):
     size: int
     """The number of its elements."""
     device: int
+    at: int
+    """Its place among those of its kind."""
 
     def flags(self, live: Tensor) -> Tensor:
         """Which of its units live, of the flags of all."""
@@ -142,7 +144,7 @@ class Rows:
         self._norms = _Buffer(1, torch.float64, device, room[1])
         self._live = _Buffer(1, torch.uint8, device, room[2])
         self._turn = threading.RLock()  # gradients are noted from autograd's threads
-        self._number = -1 if device.index is None else device.index
+        self.number: int = -1 if device.index is None else device.index
         self.looked: list[Row] = []
         """What was looked at as a whole, in the order of the slots."""
         self.sized: list[Row] = []
@@ -210,7 +212,7 @@ class Rows:
                 if end > flags.end:
                     flag, end = flags.take(plan.flags)
                 flags.used, live = end, flags.origin + flag
-            row = _row(Row, (slot, plan.programs, flag, units, plan.size, self._number))
+            row = _row(Row, (slot, plan.programs, flag, units, plan.size, self.number, len(known)))
             known.append(row)
         return row, slots, live
 

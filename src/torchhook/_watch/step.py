@@ -16,7 +16,7 @@ from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
-from torchhook._watch.ledger import Key, Ledger
+from torchhook._watch.ledger import Key, Ledger, norm_at
 from torchhook._watch.rows import Row
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.tables import Table
@@ -149,28 +149,31 @@ class Step:
     def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
         """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
         found: Found = {}
-        several: dict[Table, dict[str, list[int]]] = {}
-        known: Table | None = None
+        several: dict[int, dict[str, list[int]]] = {}
+        device, summaries = -2, list[dict[str, Any]]()
         for site, parts in self.values.items():
-            if len(parts) == 1 and type(parts[0]) is Row:  # as nearly all
-                table, at = numbers[parts[0]]
-                if table is not known:
-                    known, summaries = table, table.summaries(wanted)
-                found[site] = {**summaries[at]}
-                continue
-            places = [numbers[part] for part in parts if type(part) is Row]
-            if len(places) == len(parts) and all(table is places[0][0] for table, _ in places):
+            first = parts[0]
+            if len(parts) == 1 and type(first) is Row:  # as nearly all
+                if first.device != device:
+                    device, summaries = first.device, numbers["table", first.device].summaries(wanted)
+                found[site] = {**summaries[first.at]}
+            elif all(type(part) is Row and part.device == first.device for part in parts):  # type: ignore[union-attr]
                 found[site] = {}
-                several.setdefault(places[0][0], {})[site] = [at for _, at in places]
+                several.setdefault(first.device, {})[site] = [part.at for part in parts]  # type: ignore[union-attr]
             else:
                 found[site] = summarize(self._measured(parts, numbers), wanted)
-        for table, groups in several.items():
-            found |= zip(groups, table.joined(list(groups.values())).summaries(wanted), strict=True)
+        for device, groups in several.items():
+            joined = numbers["table", device].joined(list(groups.values()))
+            found |= zip(groups, joined.summaries(wanted), strict=True)
         return found
 
-    def _measured(self, parts: list[Measured | Key], numbers: dict[Key, Any]) -> list[Measured]:
-        found = [part.map(numbers.__getitem__) if isinstance(part, Measured) else numbers[part] for part in parts]
-        return [part if isinstance(part, Measured) else part[0].measured(part[1], self._measure) for part in found]
+    def _measured(self, parts: Sequence[Any], numbers: dict[Key, Any]) -> list[Measured]:
+        return [
+            numbers["table", part.device].measured(part.at, self._measure)
+            if type(part) is Row
+            else part.map(numbers.__getitem__)
+            for part in parts
+        ]
 
     def _add_norms(
         self, found: Found, numbers: dict[Key, Any], weights: Keys, updates: Keys, wanted: Sequence[str]
@@ -182,18 +185,24 @@ class Step:
                 found[site] = {}
             if gradients:
                 # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
-                norm = numbers[keys[0]] if len(keys) == 1 else math.hypot(*[numbers[key] for key in keys])
+                first = keys[0]
+                if len(keys) > 1:
+                    norm = math.hypot(*[norm_at(key, numbers) for key in keys])
+                else:
+                    norm = numbers["norms", first.device][first.at] if type(first) is Row else numbers[first]
                 found[site]["grad_norm"] = norm / scale
         for site, key in weights.items():
             if site not in found:
                 found[site] = {}
-            of_site, norm = found[site], numbers[key]
+            of_site, norm = found[site], norm_at(key, numbers) if type(key) is Row else numbers[key]
             if norms:
                 of_site["norm"] = norm
             if gradients and site in self.parameter_gradients:
-                of_site["grad_norm"] = numbers[self.parameter_gradients[site]] / scale
+                key = self.parameter_gradients[site]
+                of_site["grad_norm"] = (norm_at(key, numbers) if type(key) is Row else numbers[key]) / scale
             if site in updates:
-                update = numbers[updates[site]]
+                key = updates[site]
+                update = norm_at(key, numbers) if type(key) is Row else numbers[key]
                 of_site["update_ratio"] = update / norm if norm != 0 else _ratio(update, norm)
 
     def _add_shared(
@@ -211,14 +220,14 @@ class Step:
         for site in [site for site, groups in self.lie.items() if groups]:
             part = mine[site] = {"parts": self._measured(self.values[site], numbers)} if site in self.values else {}
             if site in self.gradients:
-                part["grad_norm"] = math.hypot(*[numbers[key] for key in self.gradients[site]])
+                part["grad_norm"] = math.hypot(*[norm_at(key, numbers) for key in self.gradients[site]])
         of_weights: dict[str, Part] = {}
         for site in [site for site in weights if self.weights_lie.get(site)]:
-            part = of_weights[site] = {"norm": numbers[weights[site]]}
+            part = of_weights[site] = {"norm": norm_at(weights[site], numbers)}
             if site in self.parameter_gradients:
-                part["grad_norm"] = numbers[self.parameter_gradients[site]]
+                part["grad_norm"] = norm_at(self.parameter_gradients[site], numbers)
             if site in updates:
-                part["update"] = numbers[updates[site]]
+                part["update"] = norm_at(updates[site], numbers)
         for whole in (shared.merge(mine, self.lie, by_hand), shared.merge(of_weights, self.weights_lie, by_hand)):
             for site, part in whole.items():
                 told = found.setdefault(site, {}) | self._told(part, wanted)
