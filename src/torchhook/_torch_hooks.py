@@ -19,9 +19,6 @@ Hook = Callable[..., Any]
 Undo = list[Callable[[], object] | tuple[dict[Any, Any], Any]]
 """What takes away what was put on, in the order of putting it on; of a hook, where it is and its key there."""
 
-Results = list[tuple[ref[Any], Hook]]
-"""Hooks on what steps have made: the dict that holds each, which goes with the graph, and the hook, which is its key."""
-
 # A class that registers in a way of its own is asked to.
 _AFTER, _BEFORE = nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook
 
@@ -128,35 +125,52 @@ def newest_step(tensor: Tensor) -> int:
     return number if number + 1 == _next_step() else -1
 
 
-def put_on_result(known: Results, tensor: Tensor, hook: Hook) -> bool:
+def put_on_result(tensor: Tensor, hook: Any) -> bool:
     """Call ``hook(gradient)`` for what a step has made, where nobody has put one on yet; whether it was so.
 
-    Without a handle, and without counting as registered: one comes and goes for every layer.
+    Without a handle, and without counting as registered: one comes and goes for every layer. ``hook.where`` is told of
+    the dict that holds it, which goes with the graph, and whose key it is.
     """
     if tensor._backward_hooks is not None:
         return False
     hooks: Any = OrderedDict()
     tensor._backward_hooks = hooks
     tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-    known.append((ref(hooks), hook))  # its own key: those of torch are numbers
-    hooks[hook] = hook
+    hook.where = ref(hooks)
+    hooks[hook] = hook  # torch's keys are numbers
     return True
 
 
+def first_on(tensor: Tensor) -> Any:
+    """The first hook on a tensor, if there is one."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return next(iter(hooks.values()), None) if hooks else None
+
+
+class _Noting:
+    """A hook that notes."""
+
+    def __init__(self, found: list[float]) -> None:
+        self.found, self.where = found, lambda: None
+
+    def __call__(self, grad: Tensor) -> None:
+        self.found.append(float(grad))
+
+
 def _works_on_results() -> bool:
-    leaf, found, known = torch.ones(1, requires_grad=True), list[float](), Results()
+    leaf, found = torch.ones(1, requires_grad=True), list[float]()
+    hook: Any = _Noting(found)
     try:
         older = leaf * 2
         result = older * 3
         if newest_step(result) < 0 or newest_step(older) >= 0 or newest_step(leaf) >= 0 or newest_step(result[:]) >= 0:
             return False
-        again = put_on_result(known, result, lambda grad: found.append(float(grad)))
+        once = put_on_result(result, hook) and first_on(result) is hook and first_on(older) is None
         (result * 4).sum().backward(retain_graph=True)
-        twice = put_on_result(known, result, lambda grad: found.append(-1.0))
-        where, hook = known[0]
-        where().pop(hook)
+        twice = put_on_result(result, _Noting(found))
+        hook.where().pop(hook)
         (result * 5).sum().backward()
-        return again and not twice and found == [4.0]
+        return once and not twice and found == [4.0]
     except Exception:  # whatever a later torch makes of it
         return False
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Results, Undo, put_on_leaf, registered_anywhere, take_away
+from torchhook._torch_hooks import Undo, put_on_leaf, registered_anywhere, take_away
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -95,12 +95,12 @@ class TensorHandles:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._prune_at = 256
-        self.results: Results = []
-        """Those that were put on results of steps without a handle."""
+        self.results: list[Any] = []
+        """Those that were put on results of steps without a handle; they know where they are."""
         self.round = 0
         """How often all were taken away: a hook that was put on before has nothing more to say."""
-        self.latest: tuple[Any, Any] = None, None
-        """The newest step with such a hook, and the hook."""
+        self.latest: Any = None
+        """The newest of these."""
 
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
@@ -129,16 +129,16 @@ class TensorHandles:
 
     def prune_results(self) -> None:
         """Forget those whose graph is gone."""
-        self.results[:] = [(where, hook) for where, hook in self.results if where() is not None]
+        self.results[:] = [hook for hook in self.results if hook.where() is not None]
 
     def remove(self) -> None:
         self.round += 1
-        self.latest = None, None
+        self.latest = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for where, hook in self.results:
-            if (hooks := where()) is not None:
+        for hook in self.results:
+            if (hooks := hook.where()) is not None:
                 hooks.pop(hook, None)
         self.results.clear()
 

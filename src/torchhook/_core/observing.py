@@ -13,7 +13,7 @@ from weakref import WeakSet, ref
 from torch import Tensor, is_grad_enabled, nn
 
 from torchhook._core.gradients import GradTap, OutputGradient
-from torchhook._core.listening import CHAIN, Chain, Link, LinkHook
+from torchhook._core.listening import Chain, Link, LinkHook
 from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
@@ -113,24 +113,17 @@ class ObserveTap(OutputTap):
         if number < 0 or not is_new:
             return super().__call__(module, args, output)
         call, handles = next(self.calls), self._gradient.handles
-        arrival = Arrival(self._gradient, self._grad_tap, call)
-        if put_on_result(handles.results, output, arrival):
-            step = number, output.output_nr
-            setattr(output, CHAIN, (step, arrival))
-            handles.latest = step, arrival
+        arrival = Arrival(self._gradient, self._grad_tap, call, number, output.output_nr)
+        if put_on_result(output, arrival):
+            handles.results.append(arrival)
+            handles.latest = arrival
             if call % 64 == 63:  # many in one round: graphs come and go
                 handles.prune_results()
-        elif not self._joins(arrival, number, output.output_nr):
+        elif handles.latest is None or not handles.latest.add(arrival):
             return super().__call__(module, args, output)
         self.ran = call + 1
         self._look(output, call)
         return None
-
-    def _joins(self, arrival: Arrival, number: int, place: int) -> bool:
-        """Hear of a tensor's gradient together with the one who came before: what a layer returns, its container
-        often does too."""
-        step, latest = self._gradient.handles.latest
-        return step == (number, place) and latest is not None and latest.add(arrival)
 
 
 class Entrance(InputTap):
@@ -168,19 +161,24 @@ class Arrival(Chain):
     The gradients of nearly all tensors are heard by one.
     """
 
-    __slots__ = ("_all", "_gradient", "_held", "_round", "_taps")
+    __slots__ = ("_all", "_call", "_gradient", "_held", "_others", "_place", "_round", "_step", "_tap", "where")
 
-    def __init__(self, gradient: OutputGradient, tap: GradTap, call: int) -> None:
+    # As few objects as can be: one is made for every layer, and the collector counts them.
+    def __init__(self, gradient: OutputGradient, tap: GradTap, call: int, step: int, place: int) -> None:
         self.done = None
+        self.where: ref[Any] | None = None
+        """The hooks of the tensor, of which this is one."""
         self._all: list[ref[Link]] | None = None
-        self._gradient, self._round = gradient, gradient.handles.round
-        self._taps = [(gradient, tap, call)]
+        self._gradient, self._tap, self._call = gradient, tap, call
+        self._step, self._place, self._round = step, place, gradient.handles.round
+        self._others: list[Arrival] | None = None
 
     def add(self, other: Arrival) -> bool:
-        """Hear for another of the same session too, unless somebody else has joined."""
-        if self._all is not None or self._round != other._round:
+        """Hear for another of the same session too, if it is of the same tensor and nobody else has joined: what a
+        layer returns, its container often does too."""
+        if self._all is not None or self._step != other._step or self._place != other._place:
             return False
-        self._taps += other._taps
+        self._others = [*(self._others or ()), other]
         return True
 
     @property
@@ -188,16 +186,17 @@ class Arrival(Chain):
         """Asked for by whoever joins: from then on each has a link of its own."""
         if self._all is None:
             self._all = []
-            self._held = [Link(self, one[0].whose, self._heard_by(*one)) for one in self._taps]
+            heard = (self, *(self._others or ()))
+            self._held = [Link(self, one._gradient.whose, one._heard()) for one in heard]
         return self._all
 
-    def _heard_by(self, gradient: OutputGradient, tap: GradTap, call: int) -> LinkHook:
-        of, handles, aliases = self._round, gradient.handles, gradient.aliases
+    def _heard(self) -> LinkHook:
+        gradient, tap, call, of = self._gradient, self._tap, self._call, self._round
 
         def hear(grad: Tensor, arrived: Tensor) -> Tensor | None:
-            if handles.round != of:  # taken away, but known to those who have joined
+            if gradient.handles.round != of:  # taken away, but known to those who have joined
                 return None
-            aliases.follow_writes()
+            gradient.aliases.follow_writes()
             return tap.arrived(grad, call)
 
         return hear
@@ -206,13 +205,15 @@ class Arrival(Chain):
         if arrived is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
             return None
         if self._all is None:
-            gradient = self._gradient
+            gradient, tap = self._gradient, self._tap
             if gradient.handles.round == self._round:
                 if gradient.aliases.waiting:
                     gradient.aliases.follow_writes()
-                for _, tap, call in self._taps:
-                    tap.ran += 1
-                    tap.looks[0](arrived, call)
+                tap.ran += 1
+                tap.looks[0](arrived, self._call)
+                if self._others is not None:
+                    for other in self._others:
+                        other(arrived)
             return None
         links, grad = self.in_order(), arrived
         self.done = WeakSet(links)

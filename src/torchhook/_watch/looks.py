@@ -101,14 +101,14 @@ class _Value:
                 self._look(step, value, call)
                 return
         if latest.tensor() is value and unit is None and latest.is_unchanged(value):
-            row = latest.result[0]
+            row = latest.of_newest
         else:
             rows = step.rows.get(value.device)
             row = None if rows is None else rows.again(value, unit)
             if row is None or (unit is not None and not row.units):
                 self._look(step, value, call)
                 return
-            latest.tensor, latest.result = ref(value), (row, None)
+            latest.tensor, latest.of_newest = ref(value), row
             try:
                 latest.version = version_of(value)
             except RuntimeError:  # an inference tensor
@@ -146,12 +146,12 @@ class _Gradient:
         if type(value) is not Tensor:
             row = None
         elif latest.tensor() is value and latest.is_unchanged(value):
-            row = latest.result[0]
+            row = latest.of_newest
         else:
             rows = step.rows.get(value.device)
             row = None if rows is None else rows.again(value, NORM)
             if row is not None:
-                latest.tensor, latest.result = ref(value), (row, None)
+                latest.tensor, latest.of_newest = ref(value), row
                 try:
                     latest.version = version_of(value)
                 except RuntimeError:

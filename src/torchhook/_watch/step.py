@@ -252,16 +252,16 @@ class Latest:
         self.tensor: Callable[[], Tensor | None] = lambda: None
         self.version = -1
         """None is counted for an inference tensor, so a write to it would go unnoticed."""
-        self.result: Any = None
+        self.of_newest: Any = None
 
-    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
-        """What the function makes of a tensor; it may not have been asked for units before."""
-        if self.tensor() is not tensor or not self.is_unchanged(tensor):
-            self.result = self._function(tensor, unit, plain)
-            self.tensor = weakref.ref(tensor)
-            self.version = -1 if tensor.is_inference() else version_of(tensor)
-            return self.result
-        return self.result if unit is None else (self.result[0], None)
+    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> tuple[Any, Key | None]:
+        """What the function makes of a tensor, and where its units are, which may not have been asked for before."""
+        if self.tensor() is tensor and self.is_unchanged(tensor):
+            return self.of_newest, None
+        self.of_newest, units = self._function(tensor, unit, plain)
+        self.tensor = weakref.ref(tensor)
+        self.version = -1 if tensor.is_inference() else version_of(tensor)
+        return self.of_newest, units
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether the newest tensor was not written to since."""
