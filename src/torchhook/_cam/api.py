@@ -151,7 +151,7 @@ class _Seen:
                 "grid, batch × grid × channels or batch × tokens × channels."
             )
         self.leaf = leaf
-        return tree.put(value, leaf, lambda tensor: self._begin(tensor, site.call or 0))
+        return tree.put(value, leaf, lambda tensor: self._begin(tensor, site.first_call))
 
     def _begin(self, tensor: Tensor, call: int) -> Tensor:
         # The model may have turned gradients off around this layer; the graph starts here all the same.

@@ -49,6 +49,7 @@ class Taps:
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
         self._is_complete = False
+        self.root_module = index.root
         self.root = self._input_tap(index.root, "")
         """Sees the model being called, whatever is asked for."""
 

@@ -20,6 +20,7 @@ class Swept(Protocol):
     values: Tensor
     sites: list[str]
     positions: list[int] | None
+    over: str
     clean: float
     corrupted: float
 
@@ -110,9 +111,13 @@ def sweep(
     columns = shown.shape[1]
     labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
     if tokens is not None:
-        if result.positions is None or not all(-len(tokens) <= p < len(tokens) for p in result.positions):
-            raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
-        labels = _named(tokens, corrupted_tokens, result.positions)
+        if (
+            result.positions is None
+            or result.over != "position"
+            or not all(-len(tokens) <= p < len(tokens) for p in result.positions)
+        ):
+            raise ValueError(f"{len(tokens)} tokens do not name {columns} {result.over}s.")
+        labels = _named(tokens, corrupted_tokens, result.positions or [])
     elif corrupted_tokens is not None:
         raise ValueError("corrupted_tokens= names what differs from tokens=: give both.")
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
@@ -124,7 +129,7 @@ def sweep(
     # No flaw here, as NaN is elsewhere: the site has no such position.
     cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.FAINT)
     image = ax.imshow(shown, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-    style.chart(ax, "position", grid=None)
+    style.chart(ax, result.over, grid=None)
     ax.spines[:].set_visible(False)
     style.names(ax, labels, "x", width=14)
     style.names(ax, [site or "(model)" for site in result.sites], "y")
