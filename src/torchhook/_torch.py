@@ -84,7 +84,7 @@ def storage_ref(tensor: Tensor) -> Any:
 
 
 version_of: Callable[[Tensor], int] = _find("_version.__get__", lambda tensor: -1, Tensor)
-"""As ``version``, for those who can do without it: -1 where nobody knows. An inference tensor raises, as it counts none."""
+"""As ``version``, for those who can do without it: -1 where nobody knows. Of an inference tensor, it raises."""
 
 
 def version(tensor: Tensor) -> int:

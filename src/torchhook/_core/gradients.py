@@ -235,7 +235,7 @@ class OutputGradient:
         return inputs
 
     def is_new(self, value: Tensor, source: Any) -> bool:
-        """As nearly all: whether it is a value of its own, or what the module wrote to, which was given nothing else."""
+        """Whether it is a value of its own, or what the module wrote to, which was given nothing else: as nearly all."""
         one = self._one
         if one is None or type(source) is not tuple or len(source) != 1 or id(given := source[0]) != one[0]:
             return False
@@ -245,11 +245,15 @@ class OutputGradient:
 
     def leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
         """Listen to what a module returns, and return what to go on with."""
-        if type(value) is Tensor and not again and torch.is_grad_enabled() and self.is_new(value, source):
-            # Nobody can have used it yet.
-            if listen_directly(value, self.whose, self._direct(call), self.handles):
-                self._one = None
-                return value
+        plain = type(value) is Tensor and not again and torch.is_grad_enabled()
+        # Nobody can have used it yet.
+        if (
+            plain
+            and self.is_new(value, source)
+            and listen_directly(value, self.whose, self._direct(call), self.handles)
+        ):
+            self._one = None
+            return value
         one, self._one = self._one, None
         entered, self._entered = self._entered or Entered(()), None
         entered.add(tree.tensors(source), one)

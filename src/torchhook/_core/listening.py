@@ -34,7 +34,18 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.scope import Scope
-from torchhook._core.writes import LONG, Part, Step, Sum, TensorHook, Written, counts_versions, first_write, root, step_of
+from torchhook._core.writes import (
+    LONG,
+    Part,
+    Step,
+    Sum,
+    TensorHook,
+    Written,
+    counts_versions,
+    first_write,
+    root,
+    step_of,
+)
 from torchhook._torch import sequence_number, version
 from torchhook._torch_hooks import first_on
 

@@ -106,11 +106,8 @@ class ObserveTap(OutputTap):
         ):
             return super().__call__(module, args, output)
         number = newest_step(output)
-        if self._makes_new:
-            is_new = not args or output is not args[0]
-        else:
-            is_new = self._gradient.is_new(output, args)
-        if number < 0 or not is_new:
+        given = args[0] if args and self._makes_new else None
+        if number < 0 or output is given or not (self._makes_new or self._gradient.is_new(output, args)):
             return super().__call__(module, args, output)
         call, handles = next(self.calls), self._gradient.handles
         arrival = Arrival(self._gradient, self._grad_tap, call, number, output.output_nr)

@@ -97,8 +97,8 @@ class Watched:
         for target in self.in_step:
             site, module = target.site, target.module
             if self.gradients and can_observe(session, target):
-                layer = module if telling.pop(module, None) is not None else None
-                look = looks.value(str(site), rectified and rectifies(module, None), layer)
+                tells = module if telling.pop(module, None) is not None else None
+                look = looks.value(str(site), rectified and rectifies(module, None), tells)
                 observe(session, target, look, looks.gradient(str(site)))
             elif target.tensor is not None and site.port == "output":
                 session.look(target, looks.once(str(site)))
@@ -135,7 +135,7 @@ class Watched:
     def _is_known(self, known: Mapping[str, Home]) -> bool:
         for name, (_, module, attribute) in self.parameters.items():
             parameters: Any = module._parameters
-            live = parameters[attribute] if attribute in parameters else None
+            live = parameters.get(attribute)
             if name in known:
                 home = known[name]
                 if home.parameter is not live or not live.requires_grad or home.shape != live.shape:
@@ -284,7 +284,8 @@ class Engine:
     def _go_on(self, by_hand: bool) -> None:
         """As ``finish``, with the hooks left where they are."""
         try:
-            assert self._session is not None and self._built is not None
+            assert self._session is not None
+            assert self._built is not None
             step, self.step = self.step, None
             self._built.looks.end()
             go_on(self._session)

@@ -19,8 +19,8 @@ from torchhook._watch.shared import part_norm
 from torchhook._watch.tables import Table, merged, merged_norms
 
 Key = Hashable
-"""Where a number is in what ``read`` returns, if it is no ``Row``: those of a device have one table, ``("table", device)``,
-and one list of norms, ``("norms", device)``."""
+"""Where a number is in what ``read`` returns. A ``Row`` has its place in the table of its device, there under
+``("table", device)``, or in the list of its norms, under ``("norms", device)``."""
 _SMALL = 1 << 20  # elements: what is larger fills a device alone
 _HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
 

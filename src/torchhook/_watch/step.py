@@ -19,9 +19,7 @@ from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger, norm_at
 from torchhook._watch.rows import Row
 from torchhook._watch.shared import Groups, Part, Shared
-from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
-
 
 Found = dict[str, dict[str, Any]]
 """Statistics by site and name."""
