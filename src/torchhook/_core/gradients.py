@@ -235,7 +235,7 @@ class OutputGradient:
         return inputs
 
     def is_new(self, value: Tensor, source: Any) -> bool:
-        """Whether it is a value of its own, or what the module wrote to, which was given nothing else: as nearly all."""
+        """Whether it is a value of its own, or what the module wrote to, and was given nothing else: as nearly all."""
         one = self._one
         if one is None or type(source) is not tuple or len(source) != 1 or id(given := source[0]) != one[0]:
             return False
