@@ -89,6 +89,10 @@ def storage_ref(tensor: Tensor) -> Any:
     return _HeldStorage(tensor.untyped_storage())
 
 
+version_of: Callable[[Tensor], int] = _find("_version.__get__", lambda tensor: -1, Tensor)
+"""As ``version``, for those who can do without it: -1 where nobody knows. Of an inference tensor, it raises."""
+
+
 def version(tensor: Tensor) -> int:
     """How often a tensor's memory was written to; its views count together."""
     found: int | None = getattr(tensor, "_version", None)

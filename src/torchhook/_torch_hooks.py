@@ -10,13 +10,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from sys import getrefcount
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Hook = Callable[..., Any]
-Undo = list[Callable[[], object] | tuple[dict[int, Any], int]]
+Undo = list[Callable[[], object] | tuple[dict[Any, Any], Any]]
 """What takes away what was put on, in the order of putting it on; of a hook, where it is and its key there."""
 
 # A class that registers in a way of its own is asked to.
@@ -77,7 +78,7 @@ def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] |
     hooks[key] = hook
 
 
-def take_away(last: Callable[[], object] | tuple[dict[int, Any], int]) -> None:
+def take_away(last: Callable[[], object] | tuple[dict[Any, Any], Any]) -> None:
     """Undo one thing. Twice does no harm."""
     if type(last) is tuple:
         last[0].pop(last[1], None)
@@ -117,7 +118,77 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
+def registered_anywhere() -> int:
+    """How many hooks were registered in this process, on anything."""
+    return RemovableHandle.next_id
+
+
+# -- results of steps of the graph ----------------------------------------------------------------------
+
+
+def newest_step(tensor: Tensor) -> int:
+    """The number of the step that made a tensor, if none is newer and it is no view: nobody has used it yet; or -1."""
+    made: Any = tensor.grad_fn
+    if made is None or tensor._base is not None:
+        return -1
+    number: int = made._sequence_nr()
+    return number if number + 1 == _next_step() else -1
+
+
+def put_on_result(tensor: Tensor, hook: Any) -> bool:
+    """Call ``hook(gradient)`` for what a step has made, where nobody has put one on yet; whether it was so.
+
+    Without a handle, and without counting as registered: one comes and goes for every layer. ``hook.where`` is told of
+    the dict that holds it, which goes with the graph, and whose key it is.
+    """
+    if tensor._backward_hooks is not None:
+        return False
+    hooks: Any = OrderedDict()
+    tensor._backward_hooks = hooks
+    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    hook.where = ref(hooks)
+    hooks[hook] = hook  # torch's keys are numbers
+    return True
+
+
+def first_on(tensor: Tensor) -> Any:
+    """The first hook on a tensor, if there is one."""
+    hooks = getattr(tensor, "_backward_hooks", None)
+    return next(iter(hooks.values()), None) if hooks else None
+
+
+class _Noting:
+    """A hook that notes."""
+
+    def __init__(self, found: list[float]) -> None:
+        self.found, self.where = found, lambda: None
+
+    def __call__(self, grad: Tensor) -> None:
+        self.found.append(float(grad))
+
+
+def _works_on_results() -> bool:
+    leaf, found = torch.ones(1, requires_grad=True), list[float]()
+    hook: Any = _Noting(found)
+    try:
+        older = leaf * 2
+        result = older * 3
+        if newest_step(result) < 0 or newest_step(older) >= 0 or newest_step(leaf) >= 0 or newest_step(result[:]) >= 0:
+            return False
+        once = put_on_result(result, hook) and first_on(result) is hook and first_on(older) is None
+        (result * 4).sum().backward(retain_graph=True)
+        twice = put_on_result(result, _Noting(found))
+        hook.where().pop(hook)
+        (result * 5).sum().backward()
+        return once and not twice and found == [4.0]
+    except Exception:  # whatever a later torch makes of it
+        return False
+
+
+_next_step: Callable[[], int] = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", lambda: 0)
 is_direct = _works()
+knows_results = _works_on_results()
+"""Whether ``newest_step`` and ``put_on_result`` do what they say."""
 
 
 # -- who holds a value ---------------------------------------------------------------------------------

@@ -206,6 +206,21 @@ def test_what_is_said_of_a_vanishing_gradient_is_true(factors: tuple[float, ...]
     assert {w.filename for w in seen} == {__file__}
 
 
+@pytest.mark.parametrize("weights", [16, 17, 54])
+def test_many_of_one_kind_in_a_step_are_one_warning_and_an_alarm_for_each_site(weights: int) -> None:
+    model = Parallel(*[0.0] * weights)
+    with warned() as seen, watch(model, "(model)", alarms=Alarms(window=2)) as w:
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.ones(())).backward()
+    assert [(a.site, a.kind, a.step) for a in w.alarms] == [(f"weights.{i}", "vanishing", 1) for i in range(weights)]
+    assert len(seen) == (weights if weights <= 16 else 1)
+    if weights > 16:
+        said = str(seen[0].message)
+        assert said.startswith(w.alarms[0].message)
+        assert f"The same goes for {weights - 1} others: 'weights.1', 'weights.2', 'weights.3', …" in said
+
+
 def test_an_output_that_is_compared_is_not_called_a_weight() -> None:
     model = nn.Sequential(nn.Identity())
     x = torch.full((4,), 0.5, requires_grad=True)

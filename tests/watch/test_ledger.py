@@ -15,7 +15,7 @@ from tests.watch.helpers import X, assert_close, by_numpy, hooks_on, mlp, square
 from torchhook._watch import ledger as ledgers
 from torchhook._watch.alarms import Alarms
 from torchhook._watch.api import watch
-from torchhook._watch.ledger import Ledger
+from torchhook._watch.ledger import Ledger, norm_at
 from torchhook._watch.statistics import DEFAULT
 from torchhook.errors import TrainingWarning
 
@@ -171,7 +171,8 @@ def test_a_ledger_reads_what_it_holds_whatever_its_kind() -> None:
     assert ledger.note_all([]) == []
     norm = ledger.norm(torch.tensor([3.0, 4.0]))
     numbers = ledger.read()
-    assert [numbers[key] for key in (keys[0], keys[1], keys[3], *several, norm)] == [1.5, [1, 2], 2.5, 3.0, 4.0, 5.0]
+    assert [numbers[key] for key in (keys[0], keys[1], keys[3], *several)] == [1.5, [1, 2], 2.5, 3.0, 4.0]
+    assert norm_at(norm, numbers) == 5.0
     assert torch.equal(numbers[keys[2]], mask)
 
 

@@ -47,11 +47,11 @@ class Aliases:
     session closes."""
 
     def __init__(self) -> None:
-        self._open: list[Alias] = []
+        self.waiting: list[Alias] = []
         self._followed_in = -1
 
     def add(self, alias: Alias) -> None:
-        self._open.append(alias)
+        self.waiting.append(alias)
 
     def followed_first(self, hook: TensorHook) -> TensorHook:
         """What comes late in the forward pass comes early in the backward pass: in time to find what was written to
@@ -65,14 +65,14 @@ class Aliases:
 
     def follow_writes(self) -> None:
         """Once in a backward pass: follow what was written to."""
-        if self._open and self._followed_in != graph_task():
+        if self.waiting and self._followed_in != graph_task():
             self._followed_in = graph_task()
-            for alias in self._open:
+            for alias in self.waiting:
                 alias.follow_write()
 
     def settle(self) -> None:
-        open_, self._open = self._open, []
-        for alias in open_:
+        waiting, self.waiting = self.waiting, []
+        for alias in waiting:
             alias.settle()
 
     def settle_after(self, output: Any, call: int, source: Any, again: bool) -> Any:
@@ -215,36 +215,46 @@ class OutputGradient:
     """``:grad``: what flows back to a value from the moment it leaves its module."""
 
     def __init__(self, tap: GradTap, handles: TensorHandles, aliases: Aliases) -> None:
-        self._tap, self._handles, self._aliases = tap, handles, aliases
+        self.handles, self.aliases = handles, aliases
+        self._tap = tap
         self._entered: Entered | None = None
         self._one: tuple[int, int, int] | None = None
         """Instead, of a single plain tensor: its id, that of what it is an alias of, and its version."""
-        self._whose = tap.listener(_unheard, "grad")
+        self.whose: Listener = tap.listener(_unheard, "grad")
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
-        input_tap.aliases = [*input_tap.aliases, self._entering]
-        output_tap.aliases = [*output_tap.aliases, self._leaving]
+        input_tap.aliases = [*input_tap.aliases, self.entering]
+        output_tap.aliases = [*output_tap.aliases, self.leaving]
 
-    def _entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
+    def entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
+        """Note what a module is given."""
         if type(inputs) is Tensor and not inputs.is_inference():
             self._one = id(inputs), id(original(inputs)), version(inputs)
         else:
             self._one, self._entered = None, Entered(tree.tensors(inputs))
         return inputs
 
-    def _leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
+    def is_new(self, value: Tensor, source: Any) -> bool:
+        """Whether it is a value of its own, or what the module wrote to, and was given nothing else: as nearly all."""
+        one = self._one
+        if one is None or type(source) is not tuple or len(source) != 1 or id(given := source[0]) != one[0]:
+            return False
+        if value is given:
+            return version(value) != one[2]
+        return _torch.storage_key(value) != _torch.storage_key(given)
+
+    def leaving(self, value: Any, call: int, source: Any, again: bool) -> Any:
+        """Listen to what a module returns, and return what to go on with."""
+        plain = type(value) is Tensor and not again and torch.is_grad_enabled()
+        # Nobody can have used it yet.
+        if (
+            plain
+            and self.is_new(value, source)
+            and listen_directly(value, self.whose, self._direct(call), self.handles)
+        ):
+            self._one = None
+            return value
         one, self._one = self._one, None
-        if one is not None and type(value) is Tensor and not again and type(source) is tuple and len(source) == 1:
-            # As nearly all: a value of its own, which nobody can have used yet, or what the module wrote to.
-            given = source[0]
-            if id(given) != one[0] or not torch.is_grad_enabled():
-                is_new = False
-            elif value is given:
-                is_new = version(value) != one[2]
-            else:
-                is_new = _torch.storage_key(value) != _torch.storage_key(given)
-            if is_new and listen_directly(value, self._whose, self._direct(call), self._handles):
-                return value
         entered, self._entered = self._entered or Entered(()), None
         entered.add(tree.tensors(source), one)
 
@@ -253,14 +263,14 @@ class OutputGradient:
             # What a module wrote in place may be read under the old name: only the tensor itself sees all of it.
             is_new = not entered.is_among(leaf) or entered.was_written(leaf)
             if not _can_alias(leaf) or (is_new and not leaf.is_leaf and is_unused(leaf, listener)):
-                listen(leaf, listener, self._handles)
+                listen(leaf, listener, self.handles)
                 return leaf
             return self._alias(leaf, hook)
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
     def _direct(self, call: int) -> LinkHook:
-        tap, aliases = self._tap, self._aliases
+        tap, aliases = self._tap, self.aliases
 
         def hook(grad: Tensor, arrived: Tensor) -> Tensor | None:
             aliases.follow_writes()
@@ -269,11 +279,11 @@ class OutputGradient:
         return hook
 
     def _listener(self, hook: TensorHook) -> Listener:
-        return self._tap.listener(self._aliases.followed_first(hook), "grad")
+        return self._tap.listener(self.aliases.followed_first(hook), "grad")
 
     def _alias(self, leaf: Tensor, hook: TensorHook) -> Tensor:
-        alias = Alias(leaf, self._listener(hook), self._handles)
-        self._aliases.add(alias)
+        alias = Alias(leaf, self._listener(hook), self.handles)
+        self.aliases.add(alias)
         assert alias.tensor is not None
         return alias.tensor
 

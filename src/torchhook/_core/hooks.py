@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Undo, put_on_leaf
+from torchhook._torch_hooks import Undo, put_on_leaf, registered_anywhere
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -32,8 +32,17 @@ def after_call_always(undo: Undo, module: nn.Module, hook: Callable[..., Any], f
     undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
 
 
+_of_graphs = [0]  # hooks of this library on tensors and steps of graphs, which say nothing of those of a model
+
+
+def registered() -> int:
+    """How many hooks were registered on modules and parameters, or by others: while it is the same, none is new."""
+    return registered_anywhere() - _of_graphs[0]
+
+
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Call ``function`` with the tensor's gradient when it is computed; what it returns takes its place."""
+    _of_graphs[0] += 1
     # After a write through another view, asking for the step of a view makes it anew and drops the hooks that were
     # there: asked for in the middle of registering one, that ends the process.
     _ = tensor.grad_fn
@@ -42,16 +51,19 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 def on_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> RemovableHandle:
     """Call ``function`` with a parameter when a gradient has been added to its ``.grad``: FSDP2 calls it too."""
+    _of_graphs[0] += 1
     return cast(RemovableHandle, parameter.register_post_accumulate_grad_hook(function))
 
 
 def on_node(node: Node, function: Callable[[Any, Any], None]) -> RemovableHandle:
     """Call ``function(grad_inputs, grad_outputs)`` after a node of the autograd graph has run."""
+    _of_graphs[0] += 1
     return node.register_hook(function)
 
 
 def before_node(node: Node, function: Callable[[Any], None]) -> RemovableHandle:
     """Call ``function(grad_outputs)`` before a node of the autograd graph runs, after the hooks of its tensors."""
+    _of_graphs[0] += 1
     return node.register_prehook(function)
 
 
@@ -83,6 +95,12 @@ class TensorHandles:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._prune_at = 256
+        self.results: list[Any] = []
+        """Those that were put on results of steps without a handle; they know where they are."""
+        self.round = 0
+        """How often all were taken away: a hook that was put on before has nothing more to say."""
+        self.latest: Any = None
+        """The newest of these."""
 
     def on_gradient(self, tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the tensor's gradient; what it returns takes its place."""
@@ -109,10 +127,20 @@ class TensorHandles:
             self._handles = [h for h in self._handles if h.hooks_dict_ref() is not None]
             self._prune_at = 2 * len(self._handles) + 256
 
+    def prune_results(self) -> None:
+        """Forget those whose graph is gone."""
+        self.results[:] = [hook for hook in self.results if hook.where() is not None]
+
     def remove(self) -> None:
+        self.round += 1
+        self.latest = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for hook in self.results:
+            if (hooks := hook.where()) is not None:
+                hooks.pop(hook, None)
+        self.results.clear()
 
 
 def surely(undo: Callable[[], object]) -> None:

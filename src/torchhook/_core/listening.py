@@ -34,8 +34,20 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.scope import Scope
-from torchhook._core.writes import LONG, Part, Sum, TensorHook, Written, counts_versions, first_write, root, step_of
+from torchhook._core.writes import (
+    LONG,
+    Part,
+    Step,
+    Sum,
+    TensorHook,
+    Written,
+    counts_versions,
+    first_write,
+    root,
+    step_of,
+)
 from torchhook._torch import sequence_number, version
+from torchhook._torch_hooks import first_on
 
 
 class Listener(NamedTuple):
@@ -72,12 +84,7 @@ def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles:
     number = sequence_number(made)
     if number + 1 != _torch.next_sequence_number():
         return False
-    step = number, tensor.output_nr
-    at, chain = getattr(tensor, _CHAIN, _NO_CHAIN)
-    if chain is None or at != step:
-        chain = Chain()
-        setattr(tensor, _CHAIN, (step, chain))
-    handles.on_gradient(tensor, Link(chain, listener, hook))
+    handles.on_gradient(tensor, Link(_chain_at(tensor, (number, tensor.output_nr)), listener, hook))
     return True
 
 
@@ -188,12 +195,18 @@ def _same_moment(one: Listener, other: Listener) -> bool:
 
 def _link(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> None:
     step = step_of(tensor)
-    at, chain = getattr(tensor, _CHAIN, (None, None))
-    if chain is None or at != step:
-        chain = Chain()
-        if step is not None:  # a leaf outlives the session
-            setattr(tensor, _CHAIN, (step, chain))
+    # A leaf outlives the session.
+    chain = Chain() if step is None else _chain_at(tensor, step)
     handles.on_gradient(tensor, Link(chain, listener, hook))
+
+
+def _chain_at(tensor: Tensor, step: Step) -> Chain:
+    """The chain of a tensor, made where there is none yet; it may be the first hook itself."""
+    at, chain = getattr(tensor, _CHAIN, _NO_CHAIN)
+    if chain is None or at != step:
+        chain = first if isinstance(first := first_on(tensor), Chain) else Chain()
+        setattr(tensor, _CHAIN, (step, chain))
+    return chain
 
 
 # -- aliases -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """What the statistics of a training run say that nobody wants to read too late: dead units, vanishing and exploding
-gradients. Each is said once for each site."""
+gradients. Each is said once for each site; many in one step, in one warning."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torchhook.errors import TrainingWarning, warn
 # Some weights are initialized at zero (the second matrix of LoRA, the last layer of a residual branch). While the
 # elements are below this, the norm says nothing yet of how large a gradient may be.
 _BORN_AT_ZERO = 1e-3
+_MANY = 16  # more of one kind in a step are one fault, mostly
 _LEARNS_SLOWLY = 0.05  # the share of the newest step in what is usual, once there are many
 
 
@@ -184,8 +185,27 @@ class AlarmState:
     def warn_since(self, number: int) -> None:
         """Warn of what was found since there were ``number`` alarms."""
         # Not as it is found: a warning may be an error, and the step is to be logged before that ends it.
+        by_kind: dict[str, list[Alarm]] = {}
         for alarm in self.raised[number:]:
-            warn(alarm.message, TrainingWarning)
+            by_kind.setdefault(alarm.kind, []).append(alarm)
+        for message in _messages(list(by_kind.values())):
+            warn(message, TrainingWarning)
+
+
+def _messages(kinds: list[list[Alarm]]) -> Iterator[str]:
+    """What is said of alarms: each by itself, or many of one kind in one message that names the first of them.
+
+    >>> many = [Alarm(3, f"{i}.weight", "vanishing", "step 3: '0.weight': the gradient vanishes.") for i in range(20)]
+    >>> print(*_messages([many]))  # doctest: +ELLIPSIS
+    step 3: '0.weight': the gradient vanishes. The same goes for 19 others: '1.weight', '2.weight', '3.weight', …; ...
+    """
+    for alarms in kinds:
+        if len(alarms) <= _MANY:
+            yield from (alarm.message for alarm in alarms)
+        else:
+            shown = ", ".join(repr(alarm.site) for alarm in alarms[1:4])
+            others = f"The same goes for {len(alarms) - 1} others: {shown}, …"
+            yield f"{alarms[0].message} {others}; the alarms of the watch have them all."
 
 
 def _blocked(sites: list[str]) -> str:

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from torch.nn.parameter import is_lazy
 
+from torchhook._core.hooks import registered
 from torchhook._core.index import Index
+from torchhook._core.observing import can_observe, go_on, observe
+from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
 from torchhook._core.sharding import Home, Homes
@@ -24,10 +27,11 @@ from torchhook._recording.tables import Table, counted
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.ledger import Key, Ledger, Room
+from torchhook._watch.looks import Looks
 from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
 from torchhook._watch.statistics import STATISTICS
-from torchhook._watch.step import Looks, Step
+from torchhook._watch.step import Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
 
@@ -93,6 +97,12 @@ class Watched:
         """Whether a session for these can be opened again as it is: it keeps nothing from call to call."""
         return all(t.tensor is None and t.site.op is None and t.site.port == "output" for t in self.in_step)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether such a session can also stay open: it does not count calls, nor ask other ranks."""
+        own = all(home.way == "own" for home in self._trained.values())
+        return own and self.can_begin_anew and all(target.site.call is None for target in self.in_step)
+
     def count_by_hand(self) -> None:
         """Steps are begun and ended from outside: the hooks of one are there before the model is called."""
         self.by_call, self.before_step, self.in_step = False, [], list(self.targets)
@@ -101,18 +111,20 @@ class Watched:
         """Have the session show the running step what is watched."""
         # Which dim holds the units is only known from the layers before a rectifier, so these are looked at too.
         rectified = "dead" in self.wanted or (limits is not None and limits.dead_units)
-        if rectified and any(rectifies(target.module, target.site.op) for target in self.in_step):
-            for layer in layers(self.index):
-                session.look(layer, looks.units.look(layer.module))
+        rectified = rectified and any(rectifies(target.module, target.site.op) for target in self.in_step)
+        telling = {layer.module: layer for layer in layers(self.index)} if rectified else {}
         for target in self.in_step:
-            site = target.site
-            if target.tensor is not None and site.port == "output":
+            site, module = target.site, target.module
+            if self.gradients and can_observe(session, target):
+                tells = module if telling.pop(module, None) is not None else None
+                look = looks.value(str(site), rectified and rectifies(module, None), tells)
+                observe(session, target, look, looks.gradient(str(site)))
+            elif target.tensor is not None and site.port == "output":
                 session.look(target, looks.once(str(site)))
-                continue
-            is_output = target.tensor is None and site.port == "output"
-            session.look(target, looks.value(str(site), rectified and is_output and rectifies(target.module, site.op)))
-            if self.gradients and is_output:
-                session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
+            else:
+                self._look(session, target, looks, rectified)
+        for layer in telling.values():
+            session.look(layer, looks.units.look(layer.module))
         if self.gradients:
             session.reduced = True
             for name, home in trained.items():
@@ -121,6 +133,13 @@ class Watched:
                 else:
                     session.look(self.parameters[name], looks.reduced_gradient(name))
 
+    def _look(self, session: Session, target: Target, looks: Looks, rectified: bool) -> None:
+        site = target.site
+        is_output = target.tensor is None and site.port == "output"
+        session.look(target, looks.value(str(site), rectified and is_output and rectifies(target.module, site.op)))
+        if self.gradients and is_output:
+            session.look(target._replace(site=site.but(port="grad")), looks.gradient(str(site)))
+
     def trained(self) -> dict[str, Home]:
         """The parameters that training can move, as the model holds them now, or will again when it has run.
 
@@ -128,18 +147,26 @@ class Watched:
         """
         # Asked for each step: layers are frozen, unfrozen and replaced while a model trains.
         homes, known = Homes(self.index), self._trained
-        found = {name: home for name, home in self._homes(homes, {} if homes else known) if home is not None}
-        if found.keys() != known.keys() or any(home is not known[name] for name, home in found.items()):
-            self._trained = found
+        if homes or not self._is_known(known):
+            self._trained = {name: home for name, home in self._homes(homes) if home is not None}
         return self._trained
 
-    def _homes(self, homes: Homes, known: Mapping[str, Home]) -> Iterator[tuple[str, Home | None]]:
+    def _is_known(self, known: Mapping[str, Home]) -> bool:
+        for name, (_, module, attribute) in self.parameters.items():
+            parameters: Any = module._parameters
+            live = parameters.get(attribute)
+            if name in known:
+                home = known[name]
+                if home.parameter is not live or not live.requires_grad or home.shape != live.shape:
+                    return False
+            elif live is not None and live.requires_grad and not is_lazy(live):
+                return False
+        return True
+
+    def _homes(self, homes: Homes) -> Iterator[tuple[str, Home | None]]:
         for name, (_, module, attribute) in self.parameters.items():
             live = module._parameters.get(attribute)  # type: ignore[arg-type]
-            home = known.get(name)
-            if home is not None and home.parameter is live and live.requires_grad and home.shape == live.shape:
-                yield name, home
-            elif live is not None and live.requires_grad and not is_lazy(live):
+            if live is not None and live.requires_grad and not is_lazy(live):
                 yield name, homes.of(module, str(attribute))
 
     def compared(self, trained: Mapping[str, Home]) -> dict[str, int]:
@@ -173,6 +200,7 @@ class Built(NamedTuple):
     session: Session
     sites: frozenset[str]
     compared: dict[str, int]
+    can_go_on: bool
 
 
 class Ended(NamedTuple):
@@ -220,6 +248,7 @@ class Engine:
         self._norms: dict[str, Key] = {}
         self._ended: Ended | None = None
         self._built: Built | None = None
+        self._registered = -1
         self._room: Room = {}
         self._wanted = watched.wanted
 
@@ -228,25 +257,61 @@ class Engine:
         if self.paused:
             return
         self._settle_if_there()
-        if self.step is not None:  # it lasts until here, so that it holds the optimizer's step
-            self.finish(by_hand=not self.watched.by_call, now=False)
+        by_hand, is_due = not self.watched.by_call, self.next % self.every == 0
+        goes_on = self.step is not None and is_due and self._can_go_on()
+        if goes_on:
+            self._go_on(by_hand)
+        elif self.step is not None:  # it lasts until here, so that it holds the optimizer's step
+            self.finish(by_hand, now=False)
         number = self.next
         self.next += 1
-        if number % self.every == 0:
-            self._begin(number)
+        if is_due:
+            self._begin(number, goes_on)
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, goes_on: bool) -> None:
         watched = self.watched
-        # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
-        scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
-        built = self._build(watched.trained())
-        step = built.looks.begin(Ledger(self._room))
-        step.number, step.loss_scale = number, float(scale)
-        self._norms = self._weights.begin(built.trained, step.ledger, step.weights_lie)
-        # What no step has seen yet may be asked for at the end; there is nothing to say of the others.
-        built.session.reports = not built.sites <= self.seen
-        built.session.open(running=watched.by_call)
+        try:
+            # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
+            scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
+            built = self._built if goes_on else self._build(watched.trained())
+            assert built is not None
+            step = built.looks.begin(Ledger(self._room))
+            step.number, step.loss_scale = number, float(scale)
+            self._norms = self._weights.begin(built.trained, step.ledger, step.weights_lie)
+        except BaseException:
+            self.abandon()
+            raise
+        if not goes_on:
+            # What no step has seen yet may be asked for at the end; there is nothing to say of the others.
+            built.session.reports = not built.sites <= self.seen
+            built.session.open(running=watched.by_call)
+            self._registered = registered()
         self.step, self._session = step, built.session
+
+    def _can_go_on(self) -> bool:
+        """Whether the hooks of the running step can be those of the next: it comes at once, and they are the last.
+
+        Whoever came later, an edit say, would not be seen by those that stay.
+        """
+        built, session, watched = self._built, self._session, self.watched
+        if built is None or session is None or session.reports or not built.can_go_on:
+            return False
+        if registered() != self._registered or watched.trained() is not built.trained:
+            return False
+        return watched.threads == "all" or session.scope in active.get()
+
+    def _go_on(self, by_hand: bool) -> None:
+        """As ``finish``, with the hooks left where they are."""
+        try:
+            assert self._session is not None
+            assert self._built is not None
+            step, self.step = self.step, None
+            self._built.looks.end()
+            go_on(self._session)
+            self._tell(step, by_hand, now=False)
+        except BaseException:  # it reads from the device, writes to files and warns
+            self.abandon()
+            raise
 
     def _build(self, trained: dict[str, Home]) -> Built:
         """What a step is measured with, not open yet: what there is, if nothing has changed since it was built."""
@@ -260,7 +325,7 @@ class Engine:
         # When the model has run, the device is busy for a while: the time for what the host has to do.
         session.look(Target(Site(""), watched.index.modules[""]), _settling(weakref.ref(self)))
         sites = frozenset(str(target.site) for target in watched.in_step)
-        self._built = Built(trained, looks, session, sites, watched.compared(trained))
+        self._built = Built(trained, looks, session, sites, watched.compared(trained), watched.can_go_on)
         return self._built
 
     def hide(self) -> None:
@@ -307,7 +372,9 @@ class Engine:
         ``by_hand`` says that it does not end with the next call of the model.
         """
         # The hooks go first: what follows reads from the device, writes to files and warns, and each of it may raise.
-        step = self.abandon()
+        self._tell(self.abandon(), by_hand, now)
+
+    def _tell(self, step: Step | None, by_hand: bool, now: bool) -> None:
         self.settle()
         if step is None or not step.ran:
             return

@@ -14,12 +14,13 @@ from torchhook import _torch, _torch_foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows, merged, merged_norms
+from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows
 from torchhook._watch.shared import part_norm
-from torchhook._watch.tables import Table
+from torchhook._watch.tables import Table, merged, merged_norms
 
 Key = Hashable
-"""Where a number is in what ``read`` returns."""
+"""Where a number is in what ``read`` returns. A ``Row`` has its place in the table of its device, there under
+``("table", device)``, or in the list of its norms, under ``("norms", device)``."""
 _SMALL = 1 << 20  # elements: what is larger fills a device alone
 _HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
 
@@ -44,8 +45,8 @@ class Ledger:
         self._held_bytes = 0
         self._turn = threading.Lock()
         self._same: dict[Key, Key] = {}
-        self._rows: dict[torch.device, Rows] = {}
-        self._of_rows: dict[torch.device, tuple[dict[Key, Row], dict[Key, Row]]] = {}
+        self.rows: dict[torch.device, Rows] = {}
+        """Those that are taken of the tensors of a device."""
         self._dtypes: set[tuple[torch.device, torch.dtype]] = set()
         self._keys = count()  # gradients are noted from autograd's threads, one for each device
         self._room: Room = {} if room is None else room
@@ -80,28 +81,21 @@ class Ledger:
 
     def norm(self, tensor: Tensor, plain: bool = False) -> Key:
         """Take the norm of what of a tensor lies on this rank, which may be nothing; it is ``plain`` if ``takes``."""
-        if plain:
-            key = next(self._keys)
-            self._of_rows[tensor.device][1][key] = self._rows[tensor.device].norm(tensor)
-            return key
-        return self._norm(tensor)
+        return self.rows[tensor.device].norm(tensor) if plain else self._norm(tensor)
 
     def _norm(self, tensor: Tensor) -> Key:
         plain = local(tensor)
         if not (has_rows(plain) and measurable(tensor)):
             return self.note(part_norm(tensor))
-        key, (_, norms) = next(self._keys), self._rows_of(plain)
-        norms[key] = self._rows[plain.device].norm(plain)
-        return key
+        return self._rows_of(plain).norm(plain)
 
-    def norm_soon(self, tensor: Tensor) -> Key | None:
-        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before.
+    @staticmethod
+    def can_wait(tensor: Tensor) -> bool:
+        """Whether the norm of a tensor is better taken together with others."""
+        return _goes_together(tensor) and tensor.numel() <= _SMALL
 
-        ``None`` where that is no better.
-        """
-        if not _goes_together(tensor) or tensor.numel() > _SMALL:
-            return None
-        key = next(self._keys)
+    def norm_soon(self, key: Key, tensor: Tensor) -> None:
+        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before."""
         with self._turn:
             # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
             self._later[key] = tensor.detach()
@@ -109,17 +103,14 @@ class Ledger:
             full = self._held_bytes > _HELD
         if full:
             self.take_norms()
-        return key
 
     def take_norms(self) -> None:
         """Take the norms that were asked for."""
         with self._turn:
             later, self._later, self._held_bytes = self._later, {}, 0
-        groups: dict[tuple[torch.device, torch.dtype], list[Key]] = {}
-        for key, tensor in later.items():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(key)
-        for keys in groups.values():
-            self._same |= zip(keys, self.note_all(_torch_foreach.norms([later[key] for key in keys])), strict=True)
+        for kind in {(tensor.device, tensor.dtype) for tensor in later.values()}:
+            some = {key: tensor for key, tensor in later.items() if (tensor.device, tensor.dtype) == kind}
+            self._same |= zip(some, self.note_all(_torch_foreach.norms(list(some.values()))), strict=True)
 
     def statistics(
         self, measure: Measure, tensor: Tensor, unit: int | None, plain: bool = False
@@ -131,43 +122,41 @@ class Ledger:
         part = tensor if plain else local(tensor)
         if measure.histograms or not (plain or has_rows(part)):
             return measure(tensor).map(self.note), None
-        key, (whole, _) = next(self._keys), self._rows_of(part)
-        row = whole[key] = self._rows[part.device].statistics(part, unit)
-        return key, (key, "live") if row.units else None
+        row = self._rows_of(part).statistics(part, unit)
+        return row, (row, "live") if row.units else None
 
-    def _rows_of(self, tensor: Tensor) -> tuple[dict[Key, Row], dict[Key, Row]]:
+    def _rows_of(self, tensor: Tensor) -> Rows:
         device = tensor.device
-        if device not in self._of_rows:
+        if device not in self.rows:
             room, plans = self._room.get(device, ((0, 0, 0), {}))
-            self._rows[device] = Rows(device, room, plans)
-            self._of_rows[device] = {}, {}
+            self.rows[device] = Rows(device, room, plans)
         if tensor.dtype in READ:
             self._dtypes.add((device, tensor.dtype))
-        return self._of_rows[device]
+        return self.rows[device]
 
     # -- reading -------------------------------------------------------------------------------------
 
     @property
     def is_far(self) -> bool:
         """Whether what it holds is on a device that works while the host does other things."""
-        return bool(self._rows) or any(tensor.is_cuda for tensor in self._held.values())
+        return bool(self.rows) or any(tensor.is_cuda for tensor in self._held.values())
 
     def send(self) -> None:
         """Start to bring everything over; nothing can be noted any more."""
         if self._transfers is None:
             self.take_norms()
             self._transfers = list(self._sent())
-            self._room.update({device: Known(rows.room, rows.plans) for device, rows in self._rows.items()})
+            self._room.update({device: Known(rows.room, rows.plans) for device, rows in self.rows.items()})
 
     def _sent(self) -> Iterator[_Transfer]:
-        held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self._rows}
+        held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self.rows}
         for key, tensor in self._held.items():
             if not tensor.is_cpu:
                 held.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(key)
         for device, by_dtype in held.items():
             ordered = sorted(by_dtype.items(), key=lambda item: -item[0].itemsize)  # wide first, for alignment
             packed = [torch.cat([self._held[key].reshape(-1) for key in keys]).view(torch.uint8) for _, keys in ordered]
-            rows = self._rows[device].sent() if device in self._rows else []
+            rows = self.rows[device].sent() if device in self.rows else []
             yield _Transfer(device, ordered, [*rows, *packed])
 
     def is_there(self) -> bool:
@@ -184,7 +173,7 @@ class Ledger:
         values: dict[Key, Any] = {key: _content(t) for key, t in self._held.items() if t.is_cpu}
         for transfer in self._transfers:
             parts = transfer.parts()
-            if transfer.device in self._rows:
+            if transfer.device in self.rows:
                 values |= self._read_rows(transfer.device, parts[:3])
                 parts = parts[3:]
             for (dtype, keys), part in zip(transfer.ordered, parts, strict=True):
@@ -197,16 +186,19 @@ class Ledger:
 
     def _read_rows(self, device: torch.device, parts: list[Tensor]) -> dict[Key, Any]:
         slots, squares, live = Rows.read(parts)
-        whole, norms = self._of_rows[device]
-        values: dict[Key, Any] = {}
-        if whole:
-            rows = list(whole.values())
-            table = Table([row.size for row in rows], merged(slots, rows))
-            values |= {key: (table, at) for at, key in enumerate(whole)}
-            values |= {(key, "live"): row.flags(live) for key, row in whole.items() if row.units}
-        if norms:
-            values |= zip(norms, merged_norms(squares, list(norms.values())).tolist(), strict=True)
+        rows, values = self.rows[device], dict[Key, Any]()
+        if rows.looked:
+            values["table", rows.number] = Table([row.size for row in rows.looked], merged(slots, rows.looked))
+            values |= {(row, "live"): live[row.live : row.live + row.units] for row in rows.looked if row.units}
+        if rows.sized:
+            values["norms", rows.number] = merged_norms(squares, rows.sized).tolist()
         return values
+
+
+def norm_at(key: Key, numbers: dict[Key, Any]) -> float:
+    """A norm in what was read."""
+    found: float = numbers["norms", key.device][key.at] if type(key) is Row else numbers[key]
+    return found
 
 
 def _goes_together(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchhook import _torch, _triton
 from torchhook._values.elements import flatten
 from torchhook._values.subclasses import local
+from torchhook._watch.tables import merged, merged_norms
 
 READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
 _FIELDS = 8
@@ -27,9 +28,10 @@ MOST = 1 << 29  # elements: what a thread counts of them fits into 16 bits
 _FEWEST = 64  # programs, for a large tensor
 _COLUMNS = (64, 256, 1024)  # each is compiled by itself
 _PLANS = 4096  # the most that are kept
-_NORM = -1  # in the place of a dim of units: only the norm is wanted
+_ALIGNED, _ALIGNED_FLAGS = 2, 16  # norms and flags in 16 bytes: for other addresses, Triton would compile once more
+NORM = -1
+"""In the place of a dim of units: only the norm is wanted."""
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # the second said, because Triton warns where it is not
-FIELDS = ("mean", "variance", "least", "greatest", "nonzeros", "nans")
 
 
 class Layout(NamedTuple):
@@ -76,14 +78,21 @@ def unit_layout(shape: tuple[int, ...], unit: int, most: int, tile: int) -> Layo
 
 
 class Row(NamedTuple):
-    """Where the slots of a tensor are, how many there are, and where the flags of its units are."""
+    """Where the slots of a tensor are, how many there are, and where the flags of its units are.
+
+    No two of a step are alike, on whatever devices.
+    """
 
     slot: int
     slots: int
-    live: int = 0
-    units: int = 0
-    size: int = 0
+    live: int
+    """Negative for a row of norms."""
+    units: int
+    size: int
     """The number of its elements."""
+    device: int
+    at: int
+    """Its place among those of its kind."""
 
     def flags(self, live: Tensor) -> Tensor:
         """Which of its units live, of the flags of all."""
@@ -93,16 +102,23 @@ class Row(NamedTuple):
 class Plan:
     """How tensors of one dtype, shape and order are looked at: worked out once, for all steps."""
 
-    __slots__ = ("aligned", "arguments", "constants", "launch", "layout", "programs", "size")
+    __slots__ = ("aligned", "arguments", "constants", "flags", "launch", "programs", "size", "slots", "units", "whole")
 
     def __init__(self, layout: Layout, size: int, whole: bool) -> None:
-        self.layout, self.size, self.programs = layout, size, layout.programs
+        self.size, self.programs, self.whole = size, layout.programs, whole
+        self.units = layout.channels if layout.units else 0
+        # What is taken of the buffers.
+        self.slots, self.flags = _aligned(self.programs, 1 if whole else _ALIGNED), _aligned(self.units, _ALIGNED_FLAGS)
         rows, columns = layout.tile
         self.arguments = size, layout.rows, layout.rows_each, layout.length, layout.channels
         self.constants = {"ROWS": rows, "COLUMNS": columns, "WHOLE": whole, "UNITS": layout.units}
         self.launch: Any = None
         """The compiled kernel, once it was launched, for tensors whose address is aligned as that one's was."""
         self.aligned = True
+
+
+def _aligned(number: int, by: int) -> int:
+    return -(-number // by) * by
 
 
 Plans = dict[Any, Plan | None]
@@ -124,10 +140,15 @@ class Rows:
         # As many programs as run at once: 46 registers of a thread for a tensor without units, up to 80 for one with.
         processors = _processors(device)
         self._flat, self._by_unit = max(5 * processors, _FEWEST), max(3 * processors, _FEWEST)
-        self._whole = _Buffer(_FIELDS, 1, torch.float64, device, room[0])
-        self._norms = _Buffer(1, 2, torch.float64, device, room[1])
-        self._live = _Buffer(1, 16, torch.uint8, device, room[2])
-        self._turn = threading.Lock()  # gradients are noted from autograd's threads
+        self._whole = _Buffer(_FIELDS, torch.float64, device, room[0])
+        self._norms = _Buffer(1, torch.float64, device, room[1])
+        self._live = _Buffer(1, torch.uint8, device, room[2])
+        self._turn = threading.RLock()  # gradients are noted from autograd's threads
+        self.number: int = -1 if device.index is None else device.index
+        self.looked: list[Row] = []
+        """What was looked at as a whole, in the order of the slots."""
+        self.sized: list[Row] = []
+        """Whose norm was taken."""
 
     @property
     def room(self) -> tuple[int, int, int]:
@@ -136,21 +157,64 @@ class Rows:
 
     def norm(self, tensor: Tensor) -> Row:
         """Look at a tensor's size only."""
-        plan = self._plan(tensor, _NORM)
+        plan = self._plan(tensor, NORM)
         if plan is not None:
-            return self._look(tensor, plan, self._norms)
+            return self._look(tensor, plan)
         dense, _ = in_memory(tensor)
-        return self._look(dense, self._flat_plan(dense.numel(), False), self._norms)
+        return self._look(dense, self._flat_plan(dense.numel(), False))
 
     def statistics(self, tensor: Tensor, unit: int | None = None) -> Row:
         """Look at all of a tensor, and at which units of a dim are anything but zero somewhere."""
         plan = self._plan(tensor, unit)
         if plan is not None:
-            return self._look(tensor, plan, self._whole)
+            return self._look(tensor, plan)
         dense, order = in_memory(tensor)
         if unit is None or order is None:
-            return self._look(dense, self._flat_plan(dense.numel(), True), self._whole)
-        return self._look(dense, self._unit_plan(tensor, unit, order), self._whole)
+            return self._look(dense, self._flat_plan(dense.numel(), True))
+        return self._look(dense, self._unit_plan(tensor, unit, order))
+
+    def again(self, tensor: Tensor, unit: int | None) -> Row | None:
+        """As ``statistics`` or, for ``NORM``, ``norm`` of a tensor like those before; ``None`` where it is not.
+
+        Which is found out in few steps: this is called for every layer, twice.
+        """
+        try:
+            plan = self.plans[tensor.dtype, tensor.shape, tensor.stride(), unit]
+            pointer = tensor.data_ptr()
+        except (KeyError, RuntimeError):  # wrappers have no memory, and other layouts no strides
+            return None
+        # Memory that was given back has no address.
+        if plan is None or not pointer or plan.launch is None or plan.aligned is not (pointer % 16 == 0):
+            return None
+        if tensor.is_neg():
+            return None
+        row, slots, live = self._take(plan)
+        if self._is_alone:
+            plan.launch(plan.programs, pointer, slots, live)
+        else:
+            with _current(self._device):
+                plan.launch(plan.programs, pointer, slots, live)
+        return row
+
+    def _take(self, plan: Plan) -> tuple[Row, int, int]:
+        """Keep room for what is looked at: the row, and the addresses of its slots and flags."""
+        buffer, known = (self._whole, self.looked) if plan.whole else (self._norms, self.sized)
+        units, flag, flags = plan.units, 0 if plan.whole else -1, self._live
+        with self._turn:
+            # The first two lines of ``_Buffer.take``, without the call.
+            slot, end = buffer.used, buffer.used + plan.slots
+            if end > buffer.end:
+                slot, end = buffer.take(plan.slots)
+            buffer.used, slots = end, buffer.origin + slot * buffer.bytes_each
+            live = slots
+            if units:
+                flag, end = flags.used, flags.used + plan.flags
+                if end > flags.end:
+                    flag, end = flags.take(plan.flags)
+                flags.used, live = end, flags.origin + flag
+            row = _row(Row, (slot, plan.programs, flag, units, plan.size, self.number, len(known)))
+            known.append(row)
+        return row, slots, live
 
     def _plan(self, tensor: Tensor, unit: int | None) -> Plan | None:
         """How to look at a tensor that can be read where it is."""
@@ -163,7 +227,7 @@ class Rows:
             dense, order = in_memory(tensor)
             if dense is not tensor or order is None:
                 self.plans[key] = None
-            elif unit is None or unit == _NORM:
+            elif unit is None or unit == NORM:
                 self.plans[key] = self._flat_plan(tensor.numel(), unit is None)
             else:
                 self.plans[key] = self._unit_plan(tensor, unit, order)
@@ -179,35 +243,24 @@ class Rows:
             return self._flat_plan(numel, True)
         return Plan(layout, numel, True)
 
-    def _look(self, dense: Tensor, plan: Plan, buffer: _Buffer) -> Row:
-        programs, units = plan.programs, plan.layout.channels if plan.layout.units else 0
+    def _look(self, dense: Tensor, plan: Plan) -> Row:
         pointer = dense.data_ptr()
-        aligned = pointer % 16 == 0
-        slots: Any
-        live: Any
+        if plan.launch is not None and plan.aligned is (pointer % 16 == 0):
+            row, slot, flag = self._take(plan)
+            with _current(self._device):
+                plan.launch(plan.programs, pointer, slot, flag)
+            return row
         with self._turn:
-            slot = buffer.take(programs)
-            flag = self._live.take(units) if units else 0
-            direct = plan.launch is not None and plan.aligned == aligned
-            if direct:
-                slots = buffer.address(slot)
-                live = self._live.address(flag) if units else slots
-            else:
-                slots = buffer.place(slot)
-                live = self._live.place(flag) if units else slots
-        if direct and self._is_alone:
-            plan.launch(programs, pointer, slots, live)
-        elif direct:
-            with _current(self._device):
-                plan.launch(programs, pointer, slots, live)
-        else:
-            with _current(self._device):
-                look = self._kernels.look[(programs,)]
-                made = look(dense, slots, live, *plan.arguments, **plan.constants, **_OPTIONS)
-            if plan.launch is None:
-                known = (*plan.arguments, *plan.constants.values())
-                plan.aligned, plan.launch = aligned, self._kernels.launcher(made, self._device.index, known)
-        return Row(slot, programs, flag, units, plan.size)
+            row, slot, flag = self._take(plan)
+            slots = (self._whole if plan.whole else self._norms).at(slot)
+            live = self._live.at(flag) if plan.units else slots
+        with _current(self._device):
+            look = self._kernels.look[(plan.programs,)]
+            made = look(dense, slots, live, *plan.arguments, **plan.constants, **_OPTIONS)
+        if plan.launch is None:
+            known = (*plan.arguments, *plan.constants.values())
+            plan.aligned, plan.launch = pointer % 16 == 0, self._kernels.launcher(made, self._device.index, known)
+        return row
 
     def sent(self) -> list[Tensor]:
         """The buffers as bytes, each to be given to ``read`` again: of statistics, norms and units."""
@@ -223,69 +276,35 @@ class Rows:
 class _Buffer:
     """Memory that grows; what was handed out stays where it is."""
 
-    # Every address is a multiple of 16 bytes: for others, Triton would compile the kernel once more.
-    def __init__(self, width: int, aligned: int, dtype: torch.dtype, device: torch.device, room: int) -> None:
-        self._width, self._aligned, self._dtype, self._device = width, aligned, dtype, device
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, room: int) -> None:
+        self._width, self._dtype, self._device = width, dtype, device
+        self.bytes_each: int = width * dtype.itemsize
         self._full: list[Tensor] = []
-        self._now = self._new(room)
-        self._start = self.used = 0
-        self._first, self._bytes = self._now.data_ptr(), width * dtype.itemsize
+        self.used = self.end = 0
+        self._start = 0
+        self._grow(room)
 
-    def _new(self, room: int) -> Tensor:
+    def _grow(self, room: int) -> None:
         # Flags are only ever set, and gaps between norms are added to them.
-        return torch.zeros(room * self._width, dtype=self._dtype, device=self._device)
+        self._now = torch.zeros(room * self._width, dtype=self._dtype, device=self._device)
+        self._start, self.end = self.used, self.used + room
+        self.origin: int = self._now.data_ptr() - self.used * self.bytes_each
+        """Where the entry 0 would be."""
 
-    def take(self, number: int) -> int:
-        """Keep room for so many entries: the number of the first, whose place is asked for before the next is taken."""
-        at, number = self.used - self._start, -(-number // self._aligned) * self._aligned
-        if (at + number) * self._width > self._now.numel():
-            self._full.append(self._now[: at * self._width])
-            self._now, self._start = self._new(max(number, 2 * self.used, 1024)), self.used
-            self._first = self._now.data_ptr()
-        self.used += number
-        return self.used - number
+    def take(self, number: int) -> tuple[int, int]:
+        """Where so many entries can begin, and where they end; whoever takes them says so by ``used``."""
+        if self.used + number > self.end:
+            self._full.append(self._now[: (self.used - self._start) * self._width])
+            self._grow(max(number, 2 * self.used, 1024))
+        return self.used, self.used + number
 
-    def place(self, entry: int) -> Tensor:
-        return self._now[(entry - self._start) * self._width :]
-
-    def address(self, entry: int) -> int:
-        return self._first + (entry - self._start) * self._bytes
+    def at(self, address: int) -> Tensor:
+        """The memory from an address in what was taken last."""
+        return self._now[(address - self.origin) // self._dtype.itemsize - self._start * self._width :]
 
     def bytes(self) -> Tensor:
         parts = [*self._full, self._now[: (self.used - self._start) * self._width]]
         return torch.cat([part.view(torch.uint8) for part in parts])
-
-
-# -- on the host --------------------------------------------------------------------------------------
-
-
-def merged(slots: NDArray[Any], rows: list[Row]) -> NDArray[Any]:
-    """For each row, what its slots amount to: the columns are ``FIELDS``.
-
-    By the parallel formula of Chan et al.; rows lie one behind the other.
-    """
-    starts, numbers = [row.slot for row in rows], [row.slots for row in rows]
-    sizes, pivots, totals, squares, least, greatest, nans, zeros = slots.T
-    # Values that are not finite have no mean or spread, which is said by NaN and Inf and needs no warning.
-    with np.errstate(invalid="ignore", over="ignore"):
-        means = pivots + totals / sizes
-        spreads = np.maximum(squares - totals * (totals / sizes), 0.0)
-        size = np.add.reduceat(sizes, starts)
-        share = sizes / np.repeat(size, numbers)
-        mean = np.add.reduceat(means * share, starts)
-        gaps = means - np.repeat(mean, numbers)
-        variance = np.add.reduceat(spreads / np.repeat(size, numbers) + gaps * gaps * share, starts)
-    bad = np.add.reduceat(nans, starts)
-    low, high = np.minimum.reduceat(least, starts), np.maximum.reduceat(greatest, starts)
-    low[bad > 0] = high[bad > 0] = math.nan
-    found = mean, variance, low, high, size - np.add.reduceat(zeros, starts), bad
-    return np.stack(found, axis=1)
-
-
-def merged_norms(slots: NDArray[Any], rows: list[Row]) -> NDArray[Any]:
-    """The Euclidean norm of each row."""
-    found: NDArray[Any] = np.sqrt(np.add.reduceat(slots, [row.slot for row in rows]))
-    return found
 
 
 # -- which tensors ------------------------------------------------------------------------------------
@@ -356,3 +375,4 @@ def _current(device: torch.device) -> Any:
 
 
 _NO_MATTER = contextlib.nullcontext()
+_row = tuple.__new__

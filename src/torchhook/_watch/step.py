@@ -11,74 +11,19 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
-from torchhook._core.taps import Look
-from torchhook._torch import version
+from torchhook._torch import version, version_of
 from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
-from torchhook._watch.ledger import Key, Ledger
+from torchhook._watch.ledger import Key, Ledger, norm_at
+from torchhook._watch.rows import Row
 from torchhook._watch.shared import Groups, Part, Shared
-from torchhook._watch.tables import Table
 from torchhook._watch.units import Units, alive
 
-
-class Looks:
-    """What hooks call, for all steps: each is shown to the one that is running."""
-
-    def __init__(self, measure: Measure, units: Units) -> None:
-        self.units = units
-        self._measure = measure
-        self._step: Step | None = None
-
-    def begin(self, ledger: Ledger) -> Step:
-        """From here on, all is shown to a new step."""
-        self.units.begin()
-        self._step = step = Step(self._measure, self.units, ledger)
-        return step
-
-    def end(self) -> None:
-        """The step is over, and nothing of it is held on to."""
-        self._step = None
-
-    def value(self, site: str, rectifies: bool) -> Look:
-        def look(value: Any, call: int) -> None:
-            if self._step is not None:
-                self._step.saw(site, value, rectifies)
-
-        return look
-
-    def once(self, site: str) -> Look:
-        """For parameters, which are the same at every call of their module."""
-
-        def look(value: Any, call: int) -> None:
-            if self._step is not None and not self._step.has_seen(site):
-                self._step.saw(site, value, False)
-
-        return look
-
-    def gradient(self, site: str) -> Look:
-        def look(value: Any, call: int) -> None:
-            if self._step is not None:
-                self._step.saw_gradient(site, value)
-
-        return look
-
-    def reduced_gradient(self, site: str) -> Look:
-        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
-
-        def look(gradient: Tensor, call: int) -> None:
-            if self._step is not None:
-                self._step.saw_reduced_gradient(site, gradient)
-
-        return look
-
-    def parameter_gradient(self, site: str, parameter: Tensor) -> Callable[[Tensor | None], None]:
-        def look(gradient: Tensor | None) -> None:
-            if self._step is not None and gradient is not None:  # torch calls hooks where none comes (pytorch#11751)
-                self._step.saw_parameter_gradient(site, parameter, gradient)
-
-        return look
+Found = dict[str, dict[str, Any]]
+"""Statistics by site and name."""
+Keys = dict[str, Key]
 
 
 class Step:
@@ -87,7 +32,7 @@ class Step:
     def __init__(self, measure: Measure, units: Units, ledger: Ledger) -> None:
         self.number = 0
         self.loss_scale: float = 1.0
-        self.ledger = ledger
+        self.ledger, self.rows = ledger, ledger.rows
         self.ran: bool = False
         """Whether anything passed at all."""
         self.units = units
@@ -96,16 +41,16 @@ class Step:
         """Which values lie on several ranks."""
         self.weights_lie: dict[str, Groups] = {}
         self._measure = measure
-        self._values: dict[str, list[Measured | Key]] = {}
+        self.values: dict[str, list[Measured | Key]] = {}
         """Where their numbers are in the ledger."""
-        self._masks: dict[str, list[Key]] = {}
-        self._gradients: dict[str, list[Key]] = {}
-        self._parameter_gradients: dict[str, Key] = {}
+        self.masks: dict[str, list[Key]] = {}
+        self.gradients: dict[str, list[Key]] = {}
+        self.parameter_gradients: dict[str, Key] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
-        self._waiting: weakref.ref[Any] | None = None
+        self.waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
-        self._statistics = _Latest(functools.partial(ledger.statistics, measure))
-        self._gradient_norm = _Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
+        self.latest_value = Latest(functools.partial(ledger.statistics, measure))
+        self.latest_gradient = Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
 
     @property
     def is_shared(self) -> bool:
@@ -123,25 +68,25 @@ class Step:
             unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
             mask = None
             if self._measure.needed:
-                measured, mask = self._statistics.of(tensor, unit, plain)
-                if key in self._values:
-                    self._values[key].append(measured)
+                measured, mask = self.latest_value.of(tensor, unit, plain)
+                if key in self.values:
+                    self.values[key].append(measured)
                 else:
-                    self._values[key] = [measured]
+                    self.values[key] = [measured]
             if unit is not None:
                 mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
-                self._masks.setdefault(key, []).append(mask)
+                self.masks.setdefault(key, []).append(mask)
 
     def has_seen(self, site: str) -> bool:
-        return site in self._values
+        return site in self.values
 
     def saw_gradient(self, site: str, value: Any) -> None:
         plain = type(value) is Tensor and self.ledger.takes(value)
         for key, tensor in ((site, value),) if plain else _parts(site, value):
-            self._gradients.setdefault(key, []).append(self._gradient_norm.of(tensor, None, plain)[0])
+            self.gradients.setdefault(key, []).append(self.latest_gradient.of(tensor, None, plain)[0])
 
     def saw_reduced_gradient(self, site: str, gradient: Tensor) -> None:
-        self._parameter_gradients[site] = self.ledger.norm(gradient)
+        self.parameter_gradients[site] = self.ledger.norm(gradient)
 
     def saw_parameter_gradient(self, site: str, parameter: Tensor, gradient: Tensor) -> None:
         plain = type(gradient) is Tensor and self.ledger.takes(gradient)
@@ -150,21 +95,21 @@ class Step:
         before = parameter.grad
         if before is not None:
             # What the optimizer will see is the sum, and it is there when the backward pass has ended.
-            self._wait_for_end()
+            self.wait_for_end()
             self._awaited[site] = (parameter, id(before), version(before))
             return
-        key = self.ledger.norm_soon(gradient)
-        if key is None:
-            key = self.ledger.norm(_dense(gradient))
+        if self.ledger.can_wait(gradient):
+            self.ledger.norm_soon(site, gradient)
+            self.parameter_gradients[site] = site
+            self.wait_for_end()  # not longer: gradients are clipped and zeroed in place
         else:
-            self._wait_for_end()  # not longer: gradients are clipped and zeroed in place
-        self._parameter_gradients[site] = key
+            self.parameter_gradients[site] = self.ledger.norm(_dense(gradient))
 
-    def _wait_for_end(self) -> None:
-        if self._waiting is None or self._waiting() is None:
+    def wait_for_end(self) -> None:
+        if self.waiting is None or self.waiting() is None:
             # Autograd alone holds it, until the backward pass ends or fails.
             read = functools.partial(self._backward_ended)
-            self._waiting = weakref.ref(read)
+            self.waiting = weakref.ref(read)
             after_backward(read)
 
     def _backward_ended(self) -> None:
@@ -174,91 +119,151 @@ class Step:
             total = parameter.grad
             # Unchanged after autograd.grad, which hands its gradients out instead.
             if total is not None and (id(total) != identity or version(total) != known):
-                self._parameter_gradients[site] = self.ledger.norm(_dense(total))
+                self.parameter_gradients[site] = self.ledger.norm(_dense(total))
 
     # -- at the end ----------------------------------------------------------------------------
 
     def finish(
         self,
         wanted: Sequence[str],
-        weights: dict[str, Key],
-        updates: dict[str, Key],
+        weights: Keys,
+        updates: Keys,
         shared: Shared,
         by_hand: bool,
-    ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    ) -> tuple[Found, dict[str, Tensor]]:
         """Read all numbers at once: statistics by site, modules first, and which units of rectifiers live."""
         numbers = self.ledger.read()
-        values = self._of_values(numbers)
-        values |= shared.merge(values, self.lie, by_hand)
-        of_weights = self._of_weights(numbers, weights, updates)
-        of_weights |= shared.merge(of_weights, self.weights_lie, by_hand)
-        found = {site: self._summary(part["parts"], wanted) for site, part in values.items() if "parts" in part}
-        for site, part in (*values.items(), *of_weights.items()):
+        found = self._of_values(numbers, wanted)
+        masks = {site: _any([numbers[key] for key in keys]) for site, keys in self.masks.items()}
+        for site, mask in masks.items():
+            found.setdefault(site, {})
+            if "dead" in wanted:
+                found[site]["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
+        self._add_norms(found, numbers, weights, updates, wanted)
+        if self.is_shared:
+            self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)
+        return found, masks
+
+    def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
+        """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
+        found: Found = {}
+        several: dict[int, dict[str, list[int]]] = {}
+        device, summaries = -2, list[dict[str, Any]]()
+        for site, parts in self.values.items():
+            first = parts[0]
+            if len(parts) == 1 and type(first) is Row:  # as nearly all
+                if first.device != device:
+                    device, summaries = first.device, numbers["table", first.device].summaries(wanted)
+                found[site] = {**summaries[first.at]}
+            elif all(type(part) is Row and part.device == first.device for part in parts):  # type: ignore[union-attr]
+                found[site] = {}
+                several.setdefault(first.device, {})[site] = [part.at for part in parts]  # type: ignore[union-attr]
+            else:
+                found[site] = summarize(self._measured(parts, numbers), wanted)
+        for device, groups in several.items():
+            joined = numbers["table", device].joined(list(groups.values()))
+            found |= zip(groups, joined.summaries(wanted), strict=True)
+        return found
+
+    def _measured(self, parts: Sequence[Any], numbers: dict[Key, Any]) -> list[Measured]:
+        return [
+            numbers["table", part.device].measured(part.at, self._measure)
+            if type(part) is Row
+            else part.map(numbers.__getitem__)
+            for part in parts
+        ]
+
+    def _add_norms(
+        self, found: Found, numbers: dict[Key, Any], weights: Keys, updates: Keys, wanted: Sequence[str]
+    ) -> None:
+        """The norms of gradients and of parameters, and how far those went."""
+        scale, gradients, norms = self.loss_scale, "grad_norm" in wanted, "norm" in wanted
+        for site, keys in self.gradients.items():
             if site not in found:
                 found[site] = {}
-            if "norm" in part:
-                found[site]["norm"] = part["norm"]
-            if "grad_norm" in part:
-                found[site]["grad_norm"] = part["grad_norm"] / self.loss_scale
-            if "update" in part:
-                found[site]["update_ratio"] = _ratio(part["update"], part["norm"])
-        masks = {site: _any([numbers[key] for key in keys]) for site, keys in self._masks.items()}
-        for site, mask in masks.items():
-            found.setdefault(site, {})["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
-        return {s: {n: values[n] for n in wanted if n in values} for s, values in found.items()}, masks
-
-    def _summary(self, parts: list[Measured | tuple[Table, int]], wanted: Sequence[str]) -> dict[str, Any]:
-        if len(parts) == 1 and not isinstance(first := parts[0], Measured):
-            return first[0].summaries(wanted)[first[1]].copy()  # as of nearly all: one call, and all numbers at once
-        return summarize([self._measured(part) for part in parts], wanted)
-
-    def _measured(self, part: Measured | tuple[Table, int]) -> Measured:
-        return part if isinstance(part, Measured) else part[0].measured(part[1], self._measure)
-
-    def _of_values(self, numbers: dict[Key, Any]) -> dict[str, Part]:
-        """What this rank knows of what passed the sites."""
-        mine: dict[str, Part] = {
-            site: {"parts": [p.map(numbers.__getitem__) if isinstance(p, Measured) else numbers[p] for p in parts]}
-            for site, parts in self._values.items()
-        }
-        for site, groups in self.lie.items():
-            if groups and site in mine:  # other ranks have no tables of ours
-                mine[site]["parts"] = [self._measured(part) for part in mine[site]["parts"]]
-        # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
-        for site, keys in self._gradients.items():
-            mine.setdefault(site, {})["grad_norm"] = math.hypot(*(numbers[key] for key in keys))
-        return mine
-
-    def _of_weights(self, numbers: dict[Key, Any], weights: dict[str, Key], updates: dict[str, Key]) -> dict[str, Part]:
-        """What this rank knows of the parameters."""
-        mine: dict[str, Part] = {}
+            if gradients:
+                # Several calls are parts of one vector, as several gradients of a parameter are not: those were summed.
+                first = keys[0]
+                if len(keys) > 1:
+                    norm = math.hypot(*[norm_at(key, numbers) for key in keys])
+                else:
+                    norm = numbers["norms", first.device][first.at] if type(first) is Row else numbers[first]
+                found[site]["grad_norm"] = norm / scale
         for site, key in weights.items():
-            part = mine[site] = {"norm": numbers[key]}
-            if site in self._parameter_gradients:
-                part["grad_norm"] = numbers[self._parameter_gradients[site]]
+            if site not in found:
+                found[site] = {}
+            of_site, norm = found[site], norm_at(key, numbers) if type(key) is Row else numbers[key]
+            if norms:
+                of_site["norm"] = norm
+            if gradients and site in self.parameter_gradients:
+                key = self.parameter_gradients[site]
+                of_site["grad_norm"] = (norm_at(key, numbers) if type(key) is Row else numbers[key]) / scale
             if site in updates:
-                part["update"] = numbers[updates[site]]
-        return mine
+                key = updates[site]
+                update = norm_at(key, numbers) if type(key) is Row else numbers[key]
+                of_site["update_ratio"] = update / norm if norm != 0 else _ratio(update, norm)
+
+    def _add_shared(
+        self,
+        found: Found,
+        numbers: dict[Key, Any],
+        weights: Keys,
+        updates: Keys,
+        wanted: Sequence[str],
+        shared: Shared,
+        by_hand: bool,
+    ) -> None:
+        """What all ranks know together, of the sites that lie on several of them."""
+        mine: dict[str, Part] = {}
+        for site in [site for site, groups in self.lie.items() if groups]:
+            part = mine[site] = {"parts": self._measured(self.values[site], numbers)} if site in self.values else {}
+            if site in self.gradients:
+                part["grad_norm"] = math.hypot(*[norm_at(key, numbers) for key in self.gradients[site]])
+        of_weights: dict[str, Part] = {}
+        for site in [site for site in weights if self.weights_lie.get(site)]:
+            part = of_weights[site] = {"norm": norm_at(weights[site], numbers)}
+            if site in self.parameter_gradients:
+                part["grad_norm"] = norm_at(self.parameter_gradients[site], numbers)
+            if site in updates:
+                part["update"] = norm_at(updates[site], numbers)
+        for whole in (shared.merge(mine, self.lie, by_hand), shared.merge(of_weights, self.weights_lie, by_hand)):
+            for site, part in whole.items():
+                told = found.setdefault(site, {}) | self._told(part, wanted)
+                found[site] = {name: told[name] for name in wanted if name in told}
+
+    def _told(self, part: Part, wanted: Sequence[str]) -> dict[str, Any]:
+        told = summarize(part["parts"], wanted) if part.get("parts") else {}
+        if "norm" in part:
+            told["norm"] = part["norm"]
+        if "grad_norm" in part:
+            told["grad_norm"] = part["grad_norm"] / self.loss_scale
+        if "update" in part:
+            told["update_ratio"] = _ratio(part["update"], part["norm"])
+        return told
 
 
-class _Latest:
+class Latest:
     """A function that is not called again for the same tensor: what a layer returns, its container often does too."""
 
     def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
-        self._tensor: Callable[[], Tensor | None] = lambda: None
-        self._version = -1
-        self._result: Any = None
+        self.tensor: Callable[[], Tensor | None] = lambda: None
+        self.version = -1
+        """None is counted for an inference tensor, so a write to it would go unnoticed."""
+        self.of_newest: Any = None
 
-    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> Any:
-        """What the function makes of a tensor; it may not have been asked for units before."""
-        # An inference tensor counts no versions, so a write to it would go unnoticed.
-        now = -1 if tensor.is_inference() else version(tensor)
-        if now == -1 or now != self._version or self._tensor() is not tensor:
-            self._result = self._function(tensor, unit, plain)
-            self._tensor, self._version = weakref.ref(tensor), now
-            return self._result
-        return self._result if unit is None else (self._result[0], None)
+    def of(self, tensor: Tensor, unit: int | None = None, plain: bool = False) -> tuple[Any, Key | None]:
+        """What the function makes of a tensor, and where its units are, which may not have been asked for before."""
+        if self.tensor() is tensor and self.is_unchanged(tensor):
+            return self.of_newest, None
+        self.of_newest, units = self._function(tensor, unit, plain)
+        self.tensor = weakref.ref(tensor)
+        self.version = -1 if tensor.is_inference() else version_of(tensor)
+        return self.of_newest, units
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether the newest tensor was not written to since."""
+        return self.version != -1 and version_of(tensor) == self.version
 
 
 def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchhook._values.statistics import Measure, Measured
-from torchhook._watch.rows import FIELDS
+
+FIELDS = ("mean", "variance", "least", "greatest", "nonzeros", "nans")
 
 
 class Table:
@@ -23,7 +25,7 @@ class Table:
     def __init__(self, sizes: Sequence[int], numbers: NDArray[Any]) -> None:
         self._sizes = sizes
         self._numbers = numbers
-        """The columns are ``rows.FIELDS``."""
+        """The columns are ``FIELDS``."""
         self._summaries: tuple[Sequence[str], list[dict[str, Any]]] | None = None
 
     def measured(self, at: int, measure: Measure) -> Measured:
@@ -39,6 +41,33 @@ class Table:
             rows = zip(*(columns[name].tolist() for name in names), strict=True)
             self._summaries = wanted, [dict(zip(names, row, strict=True)) for row in rows]
         return self._summaries[1]
+
+    def joined(self, groups: Sequence[Sequence[int]]) -> Table:
+        """For each group of rows one that says what they do together, by the parallel formula of Chan et al.
+
+        >>> table = Table([2, 1], np.array([[1.0, 1.0, 0.0, 2.0, 1.0, 0.0], [4.0, 0.0, 4.0, 4.0, 1.0, 0.0]]))
+        >>> table.joined([[0, 1]]).summaries(["mean", "max"])
+        [{'mean': 2.0, 'max': 4.0}]
+        """
+        rows = np.concatenate([np.asarray(group) for group in groups])
+        lengths = np.array([len(group) for group in groups])
+        starts = np.cumsum(lengths) - lengths
+        mean, variance, least, greatest, nonzeros, nans = self._numbers[rows].T
+        sizes = np.array(self._sizes)[rows]
+        with np.errstate(invalid="ignore", over="ignore"):
+            size = np.add.reduceat(sizes, starts)
+            middle = np.add.reduceat(mean * sizes, starts) / size
+            gaps = mean - np.repeat(middle, lengths)
+            squares = np.add.reduceat(sizes * variance, starts) + np.add.reduceat(sizes * gaps * gaps, starts)
+        found = [
+            middle,
+            squares / size,
+            np.minimum.reduceat(least, starts),  # NaN, where one is
+            np.maximum.reduceat(greatest, starts),
+            np.add.reduceat(nonzeros, starts),
+            np.add.reduceat(nans, starts),
+        ]
+        return Table(size.tolist(), np.stack(found, axis=1))
 
     def _columns(self) -> dict[str, NDArray[Any]]:
         mean, variance, least, greatest, nonzeros, nans = self._numbers.T
@@ -61,4 +90,36 @@ class Table:
 
 def _root(squares: NDArray[Any]) -> NDArray[Any]:
     found: NDArray[Any] = np.sqrt(np.where(squares >= 0, squares, np.nan))
+    return found
+
+
+# -- what programs wrote to their slots ---------------------------------------------------------------------------
+
+
+def merged(slots: NDArray[Any], rows: Sequence[Any]) -> NDArray[Any]:
+    """For each row, what its slots amount to: the columns are ``FIELDS``.
+
+    By the parallel formula of Chan et al.; rows lie one behind the other.
+    """
+    starts, numbers = [row.slot for row in rows], [row.slots for row in rows]
+    sizes, pivots, totals, squares, least, greatest, nans, zeros = np.ascontiguousarray(slots.T)
+    # Values that are not finite have no mean or spread, which is said by NaN and Inf and needs no warning.
+    with np.errstate(invalid="ignore", over="ignore"):
+        means = pivots + totals / sizes
+        spreads = np.maximum(squares - totals * (totals / sizes), 0.0)
+        size = np.add.reduceat(sizes, starts)
+        share = sizes / np.repeat(size, numbers)
+        mean = np.add.reduceat(means * share, starts)
+        gaps = means - np.repeat(mean, numbers)
+        variance = np.add.reduceat(spreads / np.repeat(size, numbers) + gaps * gaps * share, starts)
+    bad = np.add.reduceat(nans, starts)
+    low, high = np.minimum.reduceat(least, starts), np.maximum.reduceat(greatest, starts)
+    low[bad > 0] = high[bad > 0] = math.nan
+    found = mean, variance, low, high, size - np.add.reduceat(zeros, starts), bad
+    return np.stack(found, axis=1)
+
+
+def merged_norms(slots: NDArray[Any], rows: Sequence[Any]) -> NDArray[Any]:
+    """The Euclidean norm of each row."""
+    found: NDArray[Any] = np.sqrt(np.add.reduceat(slots, [row.slot for row in rows]))
     return found

@@ -31,7 +31,8 @@ class Units:
 
     def __init__(self, index: Index) -> None:
         self._sequences = any(spatial_dims(module) == 1 for module in index.modules.values())
-        self._dims: dict[torch.Size, int] = {}
+        self.dims: dict[torch.Size, int] = {}
+        """By shape, in the running step."""
 
     def look(self, module: nn.Module) -> Look:
         """At the output of a layer."""
@@ -44,19 +45,19 @@ class Units:
                 if dims not in by_dims:
                     by_dims[dims] = channel_dim(module, dims)
                 if (dim := by_dims[dims]) is not None:
-                    self._dims[value.shape] = dim
+                    self.dims[value.shape] = dim
 
         return look
 
     def begin(self) -> None:
         """A step begins: what the layers made in another says nothing of it."""
-        self._dims.clear()
+        self.dims.clear()
 
     def dim(self, tensor: Tensor) -> int | None:
         """Which dim of what a rectifier returns tells its units apart; none where that is unknown."""
         if tensor.dim() < 2 or not measurable(tensor):
             return None
-        unit = self._dims.get(tensor.shape)
+        unit = self.dims.get(tensor.shape)
         if unit is None:
             # In a model with both kinds, three dims may be (N, C, T) or (N, T, D): better no answer than a wrong one.
             if tensor.dim() == 3 and self._sequences:

@@ -1,0 +1,220 @@
+"""Modules whose output, and the gradient of it, are only looked at: what the taps of a site do together, on one level.
+
+A training step that is measured looks at every module. Each would have a tap before and behind it, one for gradients,
+and a chain of listeners on its output. Where nothing is out of the ordinary, which is asked each time, one hook does
+the work of all. Everything else goes the way of ``taps``, ``gradients`` and ``listening``, whose parts these are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor, is_grad_enabled, nn
+
+from torchhook._core.gradients import GradTap, OutputGradient
+from torchhook._core.listening import Chain, Link, LinkHook
+from torchhook._core.scope import active
+from torchhook._core.select import Target
+from torchhook._core.session import Session
+from torchhook._core.taps import InputTap, Look, OutputTap, listening, repeated
+from torchhook._torch import torch_task, saved_tensor_hooks
+from torchhook._torch_compiler import in_trace
+from torchhook._torch_hooks import Undo, knows_results, newest_step, put_on_result
+
+_DIMS = ("1d", "2d", "3d")
+_BY_DIMS = "Conv", "ConvTranspose", "BatchNorm", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"
+_OTHERS = "Linear", "Bilinear", "LayerNorm", "GroupNorm", "RMSNorm", "Embedding", "GELU", "Sigmoid", "Tanh", "Softmax"
+_NAMES = [*(kind + dims for kind in _BY_DIMS for dims in _DIMS), *_OTHERS]
+# What these return lies in memory of its own, so that nobody need look at what they are given. These very classes:
+# nobody knows what a subclass does.
+_MAKE_NEW = frozenset(getattr(nn, name) for name in _NAMES if hasattr(nn, name))
+
+
+def can_observe(session: Session, target: Target) -> bool:
+    """Whether a target is the output of a module that the session has no tap for yet."""
+    (site, module, tensor), taps = target, session._taps
+    if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
+        return False
+    known = (taps._inputs, taps._outputs, taps._customs)
+    return knows_results and not any(id(module) in taps for taps in known)
+
+
+def observe(session: Session, target: Target, look: Look, gradient_look: Look) -> None:
+    """As ``session.look`` for a target and for its gradient."""
+    (site, module, _), taps = target, session._taps
+    grad_site, seen_from = site.but(port="grad"), taps._seen_from
+    grad_tap = GradTap(site.path, session.scope)
+    grad_tap.add_look(gradient_look)
+    gradient = OutputGradient(grad_tap, taps.handles, taps.aliases)
+    makes_new = type(module) in _MAKE_NEW and "forward" not in vars(module)
+    tap = ObserveTap(site.path, seen_from, look, grad_tap, gradient, makes_new)
+    taps._outputs[id(module)] = module, tap
+    if not makes_new:
+        taps._inputs[id(module)] = module, Entrance(site.path, seen_from, gradient)
+    taps.targets[site] = target, tap
+    taps.targets[grad_site] = target._replace(site=grad_site), grad_tap
+    taps._gradients[grad_site] = grad_tap, tap
+
+
+def go_on(session: Session) -> None:
+    """Make an open session that only looks, and names no calls, forget what has passed: its hooks stay where they are.
+
+    As closing it and opening it again, with nothing noted of what ran.
+    """
+    taps = session._taps
+    taps.handles.remove()
+    taps.aliases.settle()
+    for _, tap in taps:
+        tap.ran, tap._segments = 0, None
+    for grad_tap, _ in taps._gradients.values():
+        grad_tap.ran = 0
+        if grad_tap._without_grad:
+            grad_tap._without_grad = {}
+
+
+class ObserveTap(OutputTap):
+    """The forward hook of a module whose output and gradient are looked at by one who changes nothing."""
+
+    _is_plain = False
+
+    def __init__(
+        self, label: str, scope: Any, look: Look, grad_tap: GradTap, gradient: OutputGradient, makes_new: bool
+    ) -> None:
+        super().__init__(label, scope)
+        self.add_look(look)
+        self.add_alias(gradient.leaving)
+        self._look, self._grad_tap, self._gradient, self._makes_new = look, grad_tap, gradient, makes_new
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        super().attach(undo, module)
+        many = len(self.looks) + len(self.aliases) + len(self._grad_tap.looks) > 3
+        self._is_plain = self.scope is not None and not (many or self.edits or self._grad_tap.edits)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        scope = self.scope
+        if (
+            type(output) is not Tensor
+            or not self._is_plain
+            or scope not in active.get()
+            or (scope.runs_eagerly and in_trace())
+            or listening
+            or repeated
+            or torch_task() != -1
+            or not is_grad_enabled()
+            or saved_tensor_hooks() is not None
+        ):
+            return super().__call__(module, args, output)
+        number = newest_step(output)
+        given = args[0] if args and self._makes_new else None
+        if number < 0 or output is given or not (self._makes_new or self._gradient.is_new(output, args)):
+            return super().__call__(module, args, output)
+        call, handles = next(self.calls), self._gradient.handles
+        arrival = Arrival(self._gradient, self._grad_tap, call, number, output.output_nr)
+        if put_on_result(output, arrival):
+            handles.results.append(arrival)
+            handles.latest = arrival
+            if call % 64 == 63:  # many in one round: graphs come and go
+                handles.prune_results()
+        elif handles.latest is None or not handles.latest.add(arrival):
+            return super().__call__(module, args, output)
+        self.ran = call + 1
+        self._look(output, call)
+        return None
+
+
+class Entrance(InputTap):
+    """The forward pre-hook of such a module: notes what is given to it, and which version."""
+
+    def __init__(self, label: str, scope: Any, gradient: OutputGradient) -> None:
+        super().__init__(label, scope)
+        self.add_alias(gradient.entering)
+        self._gradient = gradient
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        scope = self.scope
+        if (
+            len(args) != 1
+            or kwargs
+            or kwargs is None
+            or self.looks
+            or self.edits
+            or scope is None
+            or scope not in active.get()
+            or (scope.runs_eagerly and in_trace())
+            or torch_task() != -1
+            or not is_grad_enabled()
+            or saved_tensor_hooks() is not None
+        ):
+            return super().__call__(module, args, kwargs)
+        self.ran = 1
+        self._gradient.entering(args[0], 0, (), False)
+        return None
+
+
+class Arrival(Chain):
+    """A chain of listeners that is the hook itself, while all of them are of one session.
+
+    The gradients of nearly all tensors are heard by one.
+    """
+
+    __slots__ = ("_all", "_call", "_gradient", "_held", "_others", "_place", "_round", "_step", "_tap", "where")
+
+    # As few objects as can be: one is made for every layer, and the collector counts them.
+    def __init__(self, gradient: OutputGradient, tap: GradTap, call: int, step: int, place: int) -> None:
+        self.done = None
+        self.where: ref[Any] | None = None
+        """The hooks of the tensor, of which this is one."""
+        self._all: list[ref[Link]] | None = None
+        self._gradient, self._tap, self._call = gradient, tap, call
+        self._step, self._place, self._round = step, place, gradient.handles.round
+        self._others: list[Arrival] | None = None
+
+    def add(self, other: Arrival) -> bool:
+        """Hear for another of the same session too, if it is of the same tensor and nobody else has joined: what a
+        layer returns, its container often does too."""
+        if self._all is not None or self._step != other._step or self._place != other._place:
+            return False
+        self._others = [*(self._others or ()), other]
+        return True
+
+    @property
+    def links(self) -> list[ref[Link]]:  # type: ignore[override]
+        """Asked for by whoever joins: from then on each has a link of its own."""
+        if self._all is None:
+            self._all = []
+            heard = (self, *(self._others or ()))
+            self._held = [Link(self, one._gradient.whose, one._heard()) for one in heard]
+        return self._all
+
+    def _heard(self) -> LinkHook:
+        gradient, tap, call, of = self._gradient, self._tap, self._call, self._round
+
+        def hear(grad: Tensor, arrived: Tensor) -> Tensor | None:
+            if gradient.handles.round != of:  # taken away, but known to those who have joined
+                return None
+            gradient.aliases.follow_writes()
+            return tap.arrived(grad, call)
+
+        return hear
+
+    def __call__(self, arrived: Tensor | None) -> Tensor | None:
+        if arrived is None:  # torch calls hooks where no gradient comes, too (pytorch#11751)
+            return None
+        if self._all is None:
+            gradient, tap = self._gradient, self._tap
+            if gradient.handles.round == self._round:
+                if gradient.aliases.waiting:
+                    gradient.aliases.follow_writes()
+                tap.ran += 1
+                tap.looks[0](arrived, self._call)
+                if self._others is not None:
+                    for other in self._others:
+                        other(arrived)
+            return None
+        links, grad = self.in_order(), arrived
+        self.done = WeakSet(links)
+        for link in links:
+            new = link.hook(grad, arrived)
+            grad = grad if new is None else new
+        return None if grad is arrived else grad

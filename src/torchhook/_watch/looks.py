@@ -1,0 +1,189 @@
+"""What hooks call, for all steps: each value is shown to the step that is running.
+
+Nearly all of them are plain tensors like those of the steps before. What is done with these stands here on one level;
+with all others, ``Step`` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from torchhook._core.taps import Look
+from torchhook._torch import version_of
+from torchhook._values.statistics import Measure
+from torchhook._watch.ledger import Ledger
+from torchhook._watch.rows import NORM
+from torchhook._watch.step import Step
+from torchhook._watch.units import Units
+
+
+class Looks:
+    """The looks of a watch, and the step that they belong to now."""
+
+    def __init__(self, measure: Measure, units: Units) -> None:
+        self.units = units
+        self.step: Step | None = None
+        self.has_rows: bool = measure.needed and not measure.histograms
+        """Whether what is wanted of a value may be taken in one pass."""
+        self._measure = measure
+
+    def begin(self, ledger: Ledger) -> Step:
+        """From here on, all is shown to a new step."""
+        self.units.begin()
+        self.step = step = Step(self._measure, self.units, ledger)
+        return step
+
+    def end(self) -> None:
+        """The step is over, and nothing of it is held on to."""
+        self.step = None
+
+    def value(self, site: str, rectifies: bool, layer: nn.Module | None = None) -> Look:
+        """At what passes a site; a ``layer`` tells where the units of what it returns are."""
+        return _Value(self, site, rectifies, None if layer is None else self.units.look(layer))
+
+    def once(self, site: str) -> Look:
+        """For parameters, which are the same at every call of their module."""
+
+        def look(value: Any, call: int) -> None:
+            if self.step is not None and not self.step.has_seen(site):
+                self.step.saw(site, value, False)
+
+        return look
+
+    def gradient(self, site: str) -> Look:
+        return _Gradient(self, site)
+
+    def reduced_gradient(self, site: str) -> Look:
+        """For parameters whose gradient is read once all ranks have added theirs: it is the sum already."""
+
+        def look(gradient: Tensor, call: int) -> None:
+            if self.step is not None:
+                self.step.saw_reduced_gradient(site, gradient)
+
+        return look
+
+    def parameter_gradient(self, site: str, parameter: Tensor) -> Callable[[Tensor | None], None]:
+        return _ParameterGradient(self, site, parameter)
+
+
+class _Value:
+    """Looks at what passes one site."""
+
+    __slots__ = ("_dim", "_looks", "_rectifies", "_shape", "_site", "_tell")
+
+    def __init__(self, looks: Looks, site: str, rectifies: bool, tell: Look | None) -> None:
+        self._looks, self._site, self._rectifies, self._tell = looks, site, rectifies, tell
+        self._shape: Any = None
+        self._dim: int | None = None
+
+    def __call__(self, value: Any, call: int) -> None:
+        looks = self._looks
+        step = looks.step
+        if step is None:
+            return
+        if not looks.has_rows or type(value) is not Tensor or value.is_nested:
+            self._look(step, value, call)
+            return
+        unit, shape, latest = None, value.shape, step.latest_value
+        if self._tell is not None:
+            if shape != self._shape:
+                self._look(step, value, call)
+                return
+            if self._dim is not None:
+                looks.units.dims[shape] = self._dim
+        elif self._rectifies:
+            unit = looks.units.dims.get(shape)
+            if unit is None or value.ndim < 2:
+                self._look(step, value, call)
+                return
+        if latest.tensor() is value and unit is None and latest.is_unchanged(value):
+            row = latest.of_newest
+        else:
+            rows = step.rows.get(value.device)
+            row = None if rows is None else rows.again(value, unit)
+            if row is None or (unit is not None and not row.units):
+                self._look(step, value, call)
+                return
+            latest.tensor, latest.of_newest = ref(value), row
+            try:
+                latest.version = version_of(value)
+            except RuntimeError:  # an inference tensor
+                latest.version = -1
+        step.ran = True
+        if self._site in step.values:
+            step.values[self._site].append(row)
+        else:
+            step.values[self._site] = [row]
+        if unit is not None:
+            step.masks.setdefault(self._site, []).append((row, "live"))
+
+    def _look(self, step: Step, value: Any, call: int) -> None:
+        """At a value that is in some way unlike those before."""
+        if self._tell is not None:
+            self._tell(value, call)
+            if isinstance(value, Tensor) and not value.is_nested:
+                self._shape, self._dim = value.shape, self._looks.units.dims.get(value.shape)
+        step.saw(self._site, value, self._rectifies)
+
+
+class _Gradient:
+    """Looks at the gradient of what has passed one site."""
+
+    __slots__ = ("_looks", "_site")
+
+    def __init__(self, looks: Looks, site: str) -> None:
+        self._looks, self._site = looks, site
+
+    def __call__(self, value: Any, call: int) -> None:
+        step = self._looks.step
+        if step is None:
+            return
+        latest = step.latest_gradient
+        if type(value) is not Tensor:
+            row = None
+        elif latest.tensor() is value and latest.is_unchanged(value):
+            row = latest.of_newest
+        else:
+            rows = step.rows.get(value.device)
+            row = None if rows is None else rows.again(value, NORM)
+            if row is not None:
+                latest.tensor, latest.of_newest = ref(value), row
+                try:
+                    latest.version = version_of(value)
+                except RuntimeError:
+                    latest.version = -1
+        if row is None:
+            step.saw_gradient(self._site, value)
+        elif self._site in step.gradients:
+            step.gradients[self._site].append(row)
+        else:
+            step.gradients[self._site] = [row]
+
+
+class _ParameterGradient:
+    """Looks at a gradient of one parameter."""
+
+    __slots__ = ("_kind", "_looks", "_parameter", "_site")
+
+    def __init__(self, looks: Looks, site: str, parameter: Tensor) -> None:
+        self._looks, self._site, self._parameter = looks, site, parameter
+        self._kind: Any = None
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        step = self._looks.step
+        if step is None or gradient is None:  # torch calls hooks where none comes (pytorch#11751)
+            return
+        if type(gradient) is Tensor and self._parameter.grad is None:
+            kind = gradient.device, gradient.dtype, gradient.shape, gradient.layout
+            if kind == self._kind or step.ledger.can_wait(gradient):
+                self._kind = kind
+                step.ledger.norm_soon(self._site, gradient)
+                step.parameter_gradients[self._site] = self._site
+                if step.waiting is None or step.waiting() is None:
+                    step.wait_for_end()
+                return
+        step.saw_parameter_gradient(self._site, self._parameter, gradient)
