@@ -18,7 +18,7 @@ from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import InputTap, Look, OutputTap, listening, repeated
-from torchhook._torch import torch_task, saved_tensor_hooks
+from torchhook._torch import saved_tensor_hooks, torch_task
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, knows_results, newest_step, put_on_result
 
