@@ -12,7 +12,7 @@ import pytest
 
 from tests import compatibility
 from tests.compatibility import PAGE, RECORDED, ROOT, Row, page, read, rows, this_version
-from torchhook import _torch_version
+from torchhook._torch import releases
 
 SAMPLE = """
 import pytest
@@ -147,4 +147,4 @@ def test_nothing_that_is_recorded_failed() -> None:
 
 def test_the_newest_torch_on_the_page_is_the_newest_that_is_not_warned_of() -> None:
     newest = max(tuple(compatibility._number(version)[:2]) for version in read(RECORDED))
-    assert newest == _torch_version.NEWEST_TESTED
+    assert newest == releases.NEWEST_TESTED

@@ -11,7 +11,8 @@ import torch
 import torch.nn.attention.bias
 from torch import nn
 
-from torchhook import _torch, _torch_version
+from torchhook import _torch
+from torchhook._torch import releases
 
 RIGHT = "right"
 NAMES = {  # the name, what needs it, and what is said where it cannot be done without
@@ -88,7 +89,7 @@ def test_checkpoints_are_seen_into_and_that_is_known() -> None:
 
 def test_a_name_on_the_list_is_there_today() -> None:
     """A name that torch has dropped meanwhile is no longer tested by taking it away."""
-    oldest = torch.__version__.startswith(".".join(map(str, _torch_version.OLDEST)) + ".")
+    oldest = torch.__version__.startswith(".".join(map(str, releases.OLDEST)) + ".")
     assert {path for path in NAMES if not is_there(path)} <= (LATER if oldest else set())
 
 

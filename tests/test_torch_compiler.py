@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import nn
 
 from tests.oracle import in_threads, stance
-from torchhook import _torch_compiler
+from torchhook._torch import compiler
 from torchhook.errors import TorchVersionError
 
 
@@ -19,7 +19,7 @@ def test_a_stance_is_asked_for_at_each_call_and_goes_without_a_trace() -> None:
     before: Any = torch._dynamo.eval_frame._stance
     before = getattr(before, "before", before)  # a stand-in that was left gives way
     said: list[str | None] = [None]
-    restore = _torch_compiler.take_stance(lambda: said[0])
+    restore = compiler.take_stance(lambda: said[0])
     assert stance() == "default"
     said[0] = "force_eager"
     assert stance() == "force_eager"
@@ -31,7 +31,7 @@ def test_a_stance_is_asked_for_at_each_call_and_goes_without_a_trace() -> None:
 
 def test_a_stance_may_differ_between_threads() -> None:
     main = threading.current_thread()
-    restore = _torch_compiler.take_stance(lambda: "force_eager" if threading.current_thread() is main else None)
+    restore = compiler.take_stance(lambda: "force_eager" if threading.current_thread() is main else None)
     assert (stance(), *in_threads(stance)) == ("force_eager", "default")
     restore()
 
@@ -39,7 +39,7 @@ def test_a_stance_may_differ_between_threads() -> None:
 def test_where_torch_keeps_its_stance_in_another_way_it_is_eager_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = object()
     monkeypatch.setattr(torch._dynamo.eval_frame, "_stance", elsewhere)
-    restore = _torch_compiler.take_stance(lambda: None)
+    restore = compiler.take_stance(lambda: None)
     assert (stance(), *in_threads(stance)) == ("force_eager", "force_eager")
     restore()
     assert torch._dynamo.eval_frame._stance is elsewhere
@@ -51,29 +51,29 @@ def test_compiled_code_is_known_from_inside(monkeypatch: pytest.MonkeyPatch) -> 
 
     def look(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
-        found.append(_torch_compiler.in_compiled_code())
+        found.append(compiler.in_compiled_code())
         return x
 
-    assert not _torch_compiler.in_compiled_code()
+    assert not compiler.in_compiled_code()
     torch.compile(look, backend="eager")(torch.ones(1))
     look(torch.ones(1))
     assert found == [True, False]
-    monkeypatch.setattr(_torch_compiler, "_frame_callback", lambda: None)  # as where it has vanished
-    assert not _torch_compiler.in_compiled_code()
+    monkeypatch.setattr(compiler, "_frame_callback", lambda: None)  # as where it has vanished
+    assert not compiler.in_compiled_code()
 
 
 def test_modules_know_that_they_were_compiled() -> None:
     inside, outside = nn.ReLU(), nn.ReLU()
     inside.compile(backend="eager")
-    assert _torch_compiler.is_compiled(inside)
-    assert _torch_compiler.is_compiled(torch.compile(outside, backend="eager"))
-    assert not _torch_compiler.is_compiled(outside)
+    assert compiler.is_compiled(inside)
+    assert compiler.is_compiled(torch.compile(outside, backend="eager"))
+    assert not compiler.is_compiled(outside)
 
 
 def test_what_a_compiled_call_returns_can_be_changed() -> None:
     module = nn.ReLU()
     module.compile(backend="eager")
-    _torch_compiler.after_compiled_call(module, lambda value: value + 1)
+    compiler.after_compiled_call(module, lambda value: value + 1)
     assert module(torch.tensor([-1.0, 2.0])).tolist() == [1.0, 3.0]
     with pytest.raises(TorchVersionError, match="to copy features out of CUDA graphs"):
-        _torch_compiler.after_compiled_call(nn.ReLU(), lambda value: value)
+        compiler.after_compiled_call(nn.ReLU(), lambda value: value)

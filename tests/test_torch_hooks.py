@@ -11,19 +11,19 @@ from torch.utils.hooks import RemovableHandle
 
 import torchhook as th
 from tests.oracle import hooks_on
-from torchhook import _torch_hooks
-from torchhook._torch_hooks import Undo, put_after, put_before, take_away
+from torchhook._torch import hooks
+from torchhook._torch.hooks import Undo, put_after, put_before, take_away
 
 
 def test_hooks_are_put_directly_with_this_torch() -> None:
-    assert _torch_hooks.is_direct
+    assert hooks.is_direct
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_they_run_in_the_order_of_registration_among_others_and_go_alone(
     direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_hooks, "is_direct", direct)
+    monkeypatch.setattr(hooks, "is_direct", direct)
     module, called, undo = nn.Identity(), list[Any](), Undo()
     module.register_forward_hook(lambda *_: called.append("theirs"))
     put_after(undo, module, lambda m, args, output: called.append(("after", args, output)))
@@ -79,9 +79,9 @@ def test_where_torch_keeps_hooks_in_another_way_they_are_registered(monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(nn.Identity, "__call__", ignored)
-        assert not _torch_hooks._works()
-    assert _torch_hooks._works()
-    monkeypatch.setattr(_torch_hooks, "is_direct", False)
+        assert not hooks._works()
+    assert hooks._works()
+    monkeypatch.setattr(hooks, "is_direct", False)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     x = torch.randn(3, 2)
     with th.capture(model, "0", "1:input") as rec:

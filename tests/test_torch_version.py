@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchhook import _torch_version
+from torchhook._torch import releases
 from torchhook.errors import TorchVersionError, TorchVersionWarning
 
 
@@ -52,25 +52,25 @@ def test_a_torch_that_is_too_old_is_refused_at_the_import() -> None:
 @pytest.mark.parametrize("found", ["2.16.0", "2.20.1+cu140", "3.0.0.dev20300101"])
 def test_every_later_release_is_newer_than_what_was_tried(found: str) -> None:
     with pytest.warns(TorchVersionWarning, match=rf"^torch {re.escape(found)} is newer .*\(up to 2\.15\)"):
-        _torch_version.check(found)
+        releases.check(found)
 
 
 @pytest.mark.parametrize("found", [torch.__version__, "2.6.0", "2.15.3+cu132", "our-own-build"])
 def test_a_torch_that_was_tried_is_taken_without_a_word(found: str) -> None:
-    _torch_version.check(found)  # warnings are errors here
+    releases.check(found)  # warnings are errors here
 
 
 @pytest.mark.parametrize("found", ["2.5.1", "2.5.0a0+git1234", "1.13.1"])
 def test_every_release_before_the_oldest_is_refused(found: str) -> None:
     with pytest.raises(TorchVersionError, match=rf"needs torch 2\.6 or newer, and this is torch {re.escape(found)}"):
-        _torch_version.check(found)
+        releases.check(found)
 
 
 def test_the_torch_of_these_tests_is_not_newer_than_what_the_library_says_was_tried() -> None:
     """Whoever runs the suite on a newer one writes it down, where it is said to users."""
-    assert tuple(map(int, torch.__version__.split(".")[:2])) <= _torch_version.NEWEST_TESTED
+    assert tuple(map(int, torch.__version__.split(".")[:2])) <= releases.NEWEST_TESTED
 
 
 def test_the_oldest_torch_is_the_one_that_is_installed_with_the_package() -> None:
     pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert f'"torch>={".".join(map(str, _torch_version.OLDEST))}"' in pyproject
+    assert f'"torch>={".".join(map(str, releases.OLDEST))}"' in pyproject

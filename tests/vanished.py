@@ -125,10 +125,10 @@ class Recomputed(nn.Module):
 
 def checkpointed(understood: bool = True) -> None:
     import torchhook as th
-    from torchhook import _torch
+    from torchhook._torch import checkpoints
 
     if not understood:  # torch needs these itself, so that they cannot be taken away
-        _torch._Segment = _torch._Reentrant = None
+        checkpoints._Segment = checkpoints._Reentrant = None
     for reentrant in (False, True):
         model, x = Recomputed(reentrant), torch.randn(2, 3, requires_grad=True)
 
@@ -215,7 +215,7 @@ def heard() -> None:
 
 def watched() -> None:
     import torchhook as th
-    from torchhook import _torch_foreach
+    from torchhook._torch import foreach
     from torchhook._watch import weights
 
     # As on a GPU, where all weights are taken together.
@@ -232,7 +232,7 @@ def watched() -> None:
         size, moved = before[name].norm().item(), (parameter.detach() - before[name]).norm().item()
         assert abs(w.last[name]["norm"] - size) < 1e-5 * size
         assert abs(w.last[name]["update_ratio"] - moved / size) < 1e-5 * moved / size
-    assert [float(norm) for norm in _torch_foreach.norms([torch.tensor([3.0, 4.0]), torch.ones(4)])] == [5.0, 2.0]
+    assert [float(norm) for norm in foreach.norms([torch.tensor([3.0, 4.0]), torch.ones(4)])] == [5.0, 2.0]
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parameter import is_lazy
 
-from torchhook import _torch_sharded
 from torchhook._core import hooks
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
@@ -28,6 +27,7 @@ from torchhook._core.sharding import Home, Homes
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
 from torchhook._recording.tables import facts
+from torchhook._torch import sharded
 from torchhook._values.subclasses import full, is_distributed, is_partial, local
 
 Limit: TypeAlias = "Callable[[Tensor], Tensor | None]"
@@ -184,7 +184,7 @@ class _Limits:
     def look_around(self) -> None:
         """The model runs: perhaps as a stage of a pipeline, for one microbatch of several."""
         if self._stages is None:
-            self._stages = _torch_sharded.pipeline()
+            self._stages = sharded.pipeline()
         self._unsettled = self._stages is not None
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

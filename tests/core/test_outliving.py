@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
-from torchhook import _torch_hooks
 from torchhook._core import keep, taps
 from torchhook._core.index import Index
+from torchhook._torch import hooks
 from torchhook._values import tree
 
 is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor
@@ -160,20 +160,20 @@ def test_what_is_written_to_in_place_is_kept_as_it_was(counts: bool) -> None:
 
 
 def test_references_tell_with_this_python_and_torch() -> None:
-    assert min(_torch_hooks.held_by_call, _torch_hooks.held_by_view, _torch_hooks.held_by_tuple) > 0
+    assert min(hooks.held_by_call, hooks.held_by_view, hooks.held_by_tuple) > 0
 
 
 def test_where_one_more_holder_does_not_show_nothing_is_counted_on() -> None:
-    assert _torch_hooks._counted(lambda hold: 7) == -1
-    assert _torch_hooks._counted(lambda hold: 7 + 2 * hold) == -1
-    assert _torch_hooks._counted(lambda hold: 1 // 0) == -1
-    assert _torch_hooks._counted(lambda hold: 7 + hold) == 7
+    assert hooks._counted(lambda hold: 7) == -1
+    assert hooks._counted(lambda hold: 7 + 2 * hold) == -1
+    assert hooks._counted(lambda hold: 1 // 0) == -1
+    assert hooks._counted(lambda hold: 7 + hold) == 7
 
 
 def test_nothing_is_counted_on_while_hooks_of_all_modules_may_hold_what_passes() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: out)
     try:
-        assert _torch_hooks._counted(lambda hold: 7 + hold) == -1
+        assert hooks._counted(lambda hold: 7 + hold) == -1
     finally:
         handle.remove()
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from torchhook import _torch_sharded
 from torchhook._core import ranks
 from torchhook._core.ranks import Together
+from torchhook._torch import sharded
 from torchhook.errors import SessionError
 
 
@@ -22,7 +22,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         store = distributed.HashStore()
 
     here = World()
-    monkeypatch.setattr(_torch_sharded, "rank_store", lambda: here.store)
+    monkeypatch.setattr(sharded, "rank_store", lambda: here.store)
     monkeypatch.setattr(distributed, "get_rank", lambda: here.rank)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "get_process_group_ranks", lambda group: [0, 1])

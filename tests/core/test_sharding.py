@@ -11,9 +11,9 @@ from torch import distributed, nn
 
 import torchhook as th
 from tests.distributed.models import complete_streams
-from torchhook import _torch_sharded
 from torchhook._core.index import Index
 from torchhook._core.sharding import Homes
+from torchhook._torch import sharded
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_where_torch_no_longer_tells_a_part_is_taken_as_the_model_has_it(
     fully_shard(net)
     with monkeypatch.context() as patch:
         patch.delattr(FSDPModule, "_get_fsdp_state")
-        assert _torch_sharded.shards(net) == []
+        assert sharded.shards(net) == []
         home = Homes(Index(net)).of(net[0], "weight")
         assert home is not None
         assert home.parameter is net[0].weight
@@ -86,11 +86,11 @@ def test_where_torch_no_longer_tells_a_part_is_taken_as_the_model_has_it(
 
 def test_without_a_store_nobody_is_asked(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distributed.distributed_c10d, "_get_default_store")
-    assert _torch_sharded.rank_store() is None
+    assert sharded.rank_store() is None
 
 
 def test_a_unit_that_does_not_tell_its_state_is_trusted() -> None:
-    assert _torch_sharded.expects_gradients(object())
+    assert sharded.expects_gradients(object())
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")

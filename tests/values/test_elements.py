@@ -193,5 +193,5 @@ def test_dtypes_are_named_as_users_write_them() -> None:
 def test_the_rule_for_compiled_code_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [*SINGLE, *DOUBLE, "complex64", "complex128"]
     dtypes = [getattr(torch, name) for name in names if hasattr(torch, name)]
-    monkeypatch.setattr("torchhook._torch_compiler.in_trace", lambda: True)
+    monkeypatch.setattr("torchhook._torch.compiler.in_trace", lambda: True)
     assert [(a, b) for a in dtypes for b in dtypes if can_cast(a, b) != torch.can_cast(a, b)] == []

@@ -203,11 +203,9 @@ def test_what_waits_on_a_device_comes_in_one_transfer(monkeypatch: pytest.Monkey
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gradients are taken together, as on a GPU; how many at a time."""
     numbers: list[int] = []
-    really = ledgers._torch_foreach.norms
+    really = ledgers.foreach.norms
     monkeypatch.setattr(ledgers, "_goes_together", lambda t: type(t) is Tensor and t.layout == torch.strided)
-    monkeypatch.setattr(
-        ledgers._torch_foreach, "norms", lambda tensors: numbers.append(len(tensors)) or really(tensors)
-    )
+    monkeypatch.setattr(ledgers.foreach, "norms", lambda tensors: numbers.append(len(tensors)) or really(tensors))
     return numbers
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from torchhook import _torch, _torch_compiler, edits, transforms
+from torchhook import _torch, edits, transforms
 from torchhook._core import functional, hooks, taps
 from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
@@ -23,7 +23,8 @@ from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
-from torchhook._torch_hooks import Undo, put_after, put_before
+from torchhook._torch import compiler
+from torchhook._torch.hooks import Undo, put_after, put_before
 from torchhook._values import tree
 from torchhook.errors import EditError, SessionError
 
@@ -182,12 +183,12 @@ class _StaticTap(taps.Tap):
         return value
 
     def _edited(self, value: Any) -> Any:
-        if not _torch_compiler.in_trace():
+        if not compiler.in_trace():
             return self._changed(value)
         try:
             return self._changed(value)
         except EditError as error:
-            raise _torch_compiler.refused(EditError, error.args[0]) from None
+            raise compiler.refused(EditError, error.args[0]) from None
 
     def _changed(self, value: Any) -> Any:
         for change in self.changes:
@@ -340,7 +341,7 @@ def _operators(name: str) -> tuple[Any, ...]:
 
 
 def _is_called(function: Any, operation: _Operation) -> bool:
-    if not _torch_compiler.in_trace():
+    if not compiler.in_trace():
         return functional.op_name(function) == operation.name
     # The compiler can compare functions, and not read their names.
     return any(function is known for known in operation.functions)

@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import nn
 
-from torchhook import _torch_compiler
 from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
 from torchhook._classic.featured import Featured, Named, Transform
 from torchhook._core.index import Index
 from torchhook._layers.api import layers
+from torchhook._torch import compiler
 from torchhook.errors import ArgumentError, SelectorError
 
 
@@ -62,7 +62,7 @@ class FeatureLayers(Featured):
 
     def _result(self, named: Named, output: Any) -> Any:
         # In an exported program a dict: it has the names, and loads where this library is not installed.
-        return (dict(named) if _torch_compiler.is_exporting() else FeatureList(named)), output
+        return (dict(named) if compiler.is_exporting() else FeatureList(named)), output
 
 
 class FeatureLayer(Featured):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchhook import _torch_compiler, edits
+from torchhook import edits
 from torchhook._classic.attached import Attached, Kept, Wanted
 from torchhook._classic.exporting import plain, to_onnx
 from torchhook._classic.facade import Facade
@@ -23,6 +23,7 @@ from torchhook._core.scope import Scope
 from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Calls, parse
+from torchhook._torch import compiler
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
 
@@ -40,7 +41,7 @@ class _Forward:
         if wrapper is None:
             return self.function
         # The compiler does not follow the making of a method, and has no use for names.
-        return wrapper._call_model if _torch_compiler.in_trace() else types.MethodType(wrapper._signed, wrapper)
+        return wrapper._call_model if compiler.in_trace() else types.MethodType(wrapper._signed, wrapper)
 
 
 class Featured(Facade):
@@ -79,7 +80,7 @@ class Featured(Facade):
         return self._result(*self._run(args, kwargs))
 
     _call_model = forward
-    if _torch_compiler.follows_descriptors:
+    if compiler.follows_descriptors:
         forward = _Forward(forward)  # type: ignore[assignment]
 
     def _result(self, named: Named, output: Any) -> Any:
@@ -90,11 +91,7 @@ class Featured(Facade):
 
     def __getstate__(self) -> dict[str, Any]:
         # The compiled call is the original's, and a function with a signature of its own cannot be pickled.
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_signed", _torch_compiler.COMPILED_CALL)
-        }
+        return {name: value for name, value in self.__dict__.items() if name not in ("_signed", compiler.COMPILED_CALL)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -140,13 +137,13 @@ class Featured(Facade):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
         named, output = self._in_session(args, kwargs) if self._attached is None else self._as_attached(args, kwargs)
-        if not self.caches or _torch_compiler.is_exporting():
+        if not self.caches or compiler.is_exporting():
             return [(path, plain(value, self.caches)) for path, value in named], plain(output, self.caches)
         return named, output
 
     def _in_session(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Named, Any]:
-        if _torch_compiler.in_compiled_code():
-            raise _torch_compiler.refused(SessionError, _NOT_COMPILED)
+        if compiler.in_compiled_code():
+            raise compiler.refused(SessionError, _NOT_COMPILED)
         index, output = Index(self.model), None
         wanted, changes = self._targets(index), self._changes(index)
         session = Session(self.model, index=index)
@@ -177,7 +174,7 @@ class Featured(Facade):
         for path, key, call in self._attached.features:
             values = kept.values[key]
             if len(values) > 1 and call is None:
-                raise _torch_compiler.refused(AmbiguousCallError, _ambiguous(path, len(values)))
+                raise compiler.refused(AmbiguousCallError, _ambiguous(path, len(values)))
             if len(values) <= (call or 0):
                 raise self._silent(path, kept)
             named.append((path, values[call or 0]))
@@ -188,13 +185,13 @@ class Featured(Facade):
 
     def _silent(self, path: str, kept: Kept) -> Exception:
         """The error of a layer that never ran, in the words of a session."""
-        if _torch_compiler.in_trace():
-            return _torch_compiler.refused(NeverRanError, f"{path!r} was selected and never ran{_UNSEEN}")
+        if compiler.in_trace():
+            return compiler.refused(NeverRanError, f"{path!r} was selected and never ran{_UNSEEN}")
         index = Index(self.model)
         targets = {str(target.site): (target.site.shown, target) for target, _ in self._changes(index)}
         targets |= {feature.path: feature for feature in self._targets(index)}
         shown, target = targets[path]
-        if any(_torch_compiler.is_compiled(module) for module in self.model.modules()):
+        if any(compiler.is_compiled(module) for module in self.model.modules()):
             return _never_ran(shown, target, _COMPILED_BEFORE)
         ran = {key: len(values) for key, values in kept.values.items()}
         if target.site.call is not None and ran.get(str(target.site.every_call)):
@@ -219,7 +216,7 @@ class Featured(Facade):
         super().compile(*args, **kwargs)
         options = kwargs.get("options") or {}
         if kwargs.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
-            _torch_compiler.after_compiled_call(self, _copied_out)
+            compiler.after_compiled_call(self, _copied_out)
 
     def to_onnx(
         self,

@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchhook import _torch, _torch_sharded
+from torchhook import _torch
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
+from torchhook._torch import sharded
 from torchhook._values import tree
 from torchhook.errors import SessionError
 
@@ -270,7 +271,7 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         places = [(listener, listener.where(func, name)) for listener in self.listeners]
         heard = [(listener, module) for listener, module in places if module is not None]
-        if heard and _torch_sharded.is_moving_weights(heard[0][1]):
+        if heard and sharded.is_moving_weights(heard[0][1]):
             return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)

@@ -15,9 +15,10 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from torchhook import _torch, _torch_compiler
+from torchhook import _torch
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Undo, put_on_leaf, registered_anywhere
+from torchhook._torch import compiler
+from torchhook._torch.hooks import Undo, put_on_leaf, registered_anywhere
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -267,12 +268,12 @@ class _EagerStance:
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        if self.said or not _torch_compiler.compiler_is_loaded():
+        if self.said or not compiler.compiler_is_loaded():
             return
         # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
         parts = [model] if self._looked_at.get(id(model)) is model else model.modules()
         self._looked_at[id(model)] = model
-        if any(_torch_compiler.is_compiled(part) for part in parts):
+        if any(compiler.is_compiled(part) for part in parts):
             self.said = True
             warn(
                 "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. "
@@ -291,14 +292,14 @@ class _EagerStance:
         In the contexts that belong to ``scope``, or everywhere.
         """
         holder = object() if holder is None else holder
-        if _torch_compiler.compiler_is_loaded():
+        if compiler.compiler_is_loaded():
             with self._turn:
                 self._holders[holder] = scope
                 self._settle()
             if scope is not None:
                 scope.runs_eagerly = True
             # Nobody begins from here on; who has begun would find hooks in the model that were not there before.
-            _torch_compiler.wait_for_compiling()
+            compiler.wait_for_compiling()
         return lambda: self.release(holder)
 
     def release(self, holder: object) -> None:
@@ -311,7 +312,7 @@ class _EagerStance:
         # Each line leaves what the next call can finish: an interrupt may come between them.
         self._scopes = frozenset(self._holders.values())
         if self._holders and self._restore is None:
-            self._restore = _torch_compiler.take_stance(self._here)
+            self._restore = compiler.take_stance(self._here)
         elif not self._holders and self._restore is not None:
             self._restore()
             self._restore = None
@@ -332,7 +333,7 @@ eager_stance = _EagerStance()
 
 def may_be_compiled(model: nn.Module) -> bool:
     """Whether a session that is about to open has to hold the compiler off; it is refused inside compiled code."""
-    if not _torch_compiler.in_trace() and not _torch_compiler.compiler_is_loaded():
+    if not compiler.in_trace() and not compiler.compiler_is_loaded():
         return False
     refuse_compiled_code()
     eager_stance.say_once(model)
@@ -341,8 +342,8 @@ def may_be_compiled(model: nn.Module) -> bool:
 
 def refuse_compiled_code() -> None:
     """Say what cannot be done where the compiler follows the code: put hooks on, and take them away again."""
-    if _torch_compiler.in_compiled_code():
-        raise _torch_compiler.refused(
+    if compiler.in_compiled_code():
+        raise compiler.refused(
             SessionError,
             "a session cannot be opened inside compiled code, which ignores hooks that come and go. Open it around the "
             "call instead (the model then runs eagerly), or compile th.FeatureLayers(model, names, attach=True).",

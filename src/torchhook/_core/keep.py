@@ -24,7 +24,7 @@ from torch import Tensor
 from torchhook import transforms
 from torchhook._core.index import ids_of
 from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped, use_count
-from torchhook._torch_hooks import held_by_tuple, held_by_view
+from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies

@@ -47,7 +47,7 @@ from torchhook._core.writes import (
     step_of,
 )
 from torchhook._torch import sequence_number, version
-from torchhook._torch_hooks import first_on
+from torchhook._torch.hooks import first_on
 
 
 class Listener(NamedTuple):

@@ -17,7 +17,7 @@ from torchhook._core import hooks
 from torchhook._core.index import Index, unwrapped, within
 from torchhook._core.sharding import Homes
 from torchhook._recording.address import Site
-from torchhook._torch_sharded import expects_gradients, shards
+from torchhook._torch.sharded import expects_gradients, shards
 from torchhook._values import tree
 from torchhook.errors import SessionError
 

@@ -19,8 +19,8 @@ from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import InputTap, Look, OutputTap, listening, repeated
 from torchhook._torch import saved_tensor_hooks, torch_task
-from torchhook._torch_compiler import in_trace
-from torchhook._torch_hooks import Undo, knows_results, newest_step, put_on_result
+from torchhook._torch.compiler import in_trace
+from torchhook._torch.hooks import Undo, knows_results, newest_step, put_on_result
 
 _DIMS = ("1d", "2d", "3d")
 _BY_DIMS = "Conv", "ConvTranspose", "BatchNorm", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-from torchhook import _torch_sharded
+from torchhook._torch import sharded
 from torchhook.errors import SessionError
 
 # Seconds. They have met in the forward pass by then, so that their word is there already, or will never be.
@@ -30,7 +30,7 @@ class Together:
         self._absent: set[int] = set()
 
     def open(self) -> None:
-        self._store = _torch_sharded.rank_store()
+        self._store = sharded.rank_store()
         self._is_counted = True
         self._count(1)
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 
-from torchhook import _torch_sharded
 from torchhook._core.index import Index
+from torchhook._torch import sharded
 from torchhook._values.subclasses import sharded_over
 
 Way = Literal["own", "replicated", "flat", "sharded"]
@@ -80,7 +80,7 @@ class Homes:
             if _is_ddp(wrapper):
                 self._add_replicated(wrapper)
         for module in (*index.wrappers, *index.distinct.values()):
-            for shard in _torch_sharded.shards(module):
+            for shard in sharded.shards(module):
                 flat = shard.leaf is not shard.parameter or shard.name == "_flat_param"
                 groups = ((shard.group,) if shard.group is not None else ()) if flat else sharded_over(shard.value)
                 self._known[id(shard.module), shard.name] = Home(

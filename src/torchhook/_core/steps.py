@@ -21,8 +21,8 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
 from torchhook._torch import frames, graph_task, times_running
-from torchhook._torch_compiler import in_trace
-from torchhook._torch_hooks import Undo, put_before
+from torchhook._torch.compiler import in_trace
+from torchhook._torch.hooks import Undo, put_before
 
 _CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")

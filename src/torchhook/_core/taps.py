@@ -23,8 +23,8 @@ from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._recording.records import Rows
 from torchhook._torch import graph_task, saved_tensor_hooks, torch_task
-from torchhook._torch_compiler import in_trace
-from torchhook._torch_hooks import Undo, held_by_call, put_after, put_before
+from torchhook._torch.compiler import in_trace
+from torchhook._torch.hooks import Undo, held_by_call, put_after, put_before
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]

@@ -33,8 +33,8 @@ from torchhook._guard.runs import Memory, Run, repeating
 from torchhook._guard.thorough import Scrutiny
 from torchhook._recording.address import MODEL, Site
 from torchhook._torch import graph_task
-from torchhook._torch_compiler import in_trace
-from torchhook._torch_hooks import Undo
+from torchhook._torch.compiler import in_trace
+from torchhook._torch.hooks import Undo
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import GuardError, hint

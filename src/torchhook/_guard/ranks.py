@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchhook import _torch_sharded
 from torchhook._core.index import Index
 from torchhook._core.sharding import Homes
+from torchhook._torch import sharded
 from torchhook._values.subclasses import sharded_over
 
 
@@ -15,7 +15,7 @@ def can_repeat_alone(index: Index) -> bool:
 
     A repetition that meets a collective after all is ended before it; see ``repetition``.
     """
-    if _torch_sharded.rank_store() is None:
+    if sharded.rank_store() is None:
         return True
     if any(isinstance(module, nn.SyncBatchNorm) for module in index.distinct.values()):
         return False

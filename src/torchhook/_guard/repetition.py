@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook import _torch_sharded
 from torchhook._core import calling, taps
 from torchhook._core.hooks import AtEnd, after_graph_task
 from torchhook._core.wiring import opened
@@ -30,6 +29,7 @@ from torchhook._guard.runs import CannotRepeat, Memory, Run, repeating
 from torchhook._guard.thorough import Scrutiny, thorough_session
 from torchhook._guard.watcher import Watcher
 from torchhook._recording.address import Site
+from torchhook._torch import sharded
 from torchhook.errors import later_warning
 
 
@@ -110,7 +110,7 @@ class Repetition:
             flags = stack.enter_context(self._quiet(run))
             stack.callback(lambda: bad.extend(flags.read()))
             stack.callback(lambda: self._renumber(run, watcher, known))
-            stack.enter_context(_torch_sharded.refused_collectives(CannotRepeat("it needs the other ranks")))
+            stack.enter_context(sharded.refused_collectives(CannotRepeat("it needs the other ranks")))
             stack.enter_context(run.modes())
             stack.enter_context(run.rewound(scrutiny.index.distinct.values()))
             stack.enter_context(session)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import distributed
 
-from torchhook import _torch_sharded
+from torchhook._torch import sharded
 from torchhook.errors import GuardWarning
 
 _KEY = "torchhook/guard"
@@ -31,7 +31,7 @@ class Word:
         self._closed = threading.Event()
 
     def open(self) -> None:
-        self._store = _torch_sharded.rank_store()
+        self._store = sharded.rank_store()
         if self._store is None:
             return
         self._store.add(f"{_KEY}/listening", 1)

@@ -8,7 +8,8 @@ import re
 import torch
 from torch import Tensor
 
-from torchhook import _torch, _torch_compiler
+from torchhook import _torch
+from torchhook._torch import compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
 from torchhook._values.wrappers import is_fake, is_wrapper
 
@@ -50,7 +51,7 @@ def can_cast(old: torch.dtype, new: torch.dtype) -> bool:
     >>> can_cast(torch.float32, torch.int64), can_cast(torch.int64, torch.float16)
     (False, True)
     """
-    if not _torch_compiler.in_trace():
+    if not compiler.in_trace():
         return torch.can_cast(old, new)
     if new == torch.bool or old == torch.bool:
         return old == torch.bool

@@ -19,7 +19,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from torchhook._torch_cuda import current_raw_stream
+from torchhook._torch.cuda import current_raw_stream
 
 _TOGETHER = 32 << 20
 """So many bytes are worth a start; the bus takes half a millisecond for them."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchhook import _torch_compiler
+from torchhook._torch import compiler
 from torchhook.errors import TransformError
 
 _WAY_OUT = (
@@ -209,7 +209,7 @@ def knowing(padding: Known | None) -> Iterator[None]:
 def known() -> Known | None:
     """What the transform that runs now may know."""
     # The compiler follows no contexts; compiled code runs for no batch whose padding is known.
-    return None if _torch_compiler.in_trace() else _known.get()
+    return None if compiler.in_trace() else _known.get()
 
 
 def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | None:

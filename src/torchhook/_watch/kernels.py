@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchhook import _triton
+from torchhook._torch import launching
 
 try:
     import triton
@@ -29,7 +29,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=["rows", "rows_each", "channels"])
 
 
-launcher = _triton.launcher
+launcher = launching.launcher
 
 
 # Sums are in double precision: of squares, the largest numbers of single precision have some, and the smallest too.

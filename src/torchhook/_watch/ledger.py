@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook import _torch, _torch_foreach
+from torchhook import _torch
+from torchhook._torch import foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
@@ -110,7 +111,7 @@ class Ledger:
             later, self._later, self._held_bytes = self._later, {}, 0
         for kind in {(tensor.device, tensor.dtype) for tensor in later.values()}:
             some = {key: tensor for key, tensor in later.items() if (tensor.device, tensor.dtype) == kind}
-            self._same |= zip(some, self.note_all(_torch_foreach.norms(list(some.values()))), strict=True)
+            self._same |= zip(some, self.note_all(foreach.norms(list(some.values()))), strict=True)
 
     def statistics(
         self, measure: Measure, tensor: Tensor, unit: int | None, plain: bool = False

@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchhook import _torch, _triton
+from torchhook import _torch
+from torchhook._torch import launching
 from torchhook._values.elements import flatten
 from torchhook._values.subclasses import local
 from torchhook._watch.tables import merged, merged_norms
@@ -340,7 +341,7 @@ def has_rows(tensor: Tensor) -> bool:
 def works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel gives the right answers there, tried once on a small tensor."""
     if not _is_right(device, dtype):
-        _triton.trusted[0] = False
+        launching.trusted[0] = False
         return _is_right(device, dtype)
     return True
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook import _torch_foreach
 from torchhook._core.sharding import Home
+from torchhook._torch import foreach
 from torchhook._values.elements import UNREADABLE, measurable
 from torchhook._values.moments import distance
 from torchhook._values.subclasses import local
@@ -38,7 +38,7 @@ class Weights:
             with torch.no_grad():
                 if self._updates:
                     for parameters, copies in self._same.groups:
-                        _torch_foreach.copy_(copies, parameters)
+                        foreach.copy_(copies, parameters)
                 return self._same.norms([parameters for parameters, _ in self._same.groups], ledger)
         self._now, self._same, norms = {}, None, {}
         together: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ class Weights:
             else:
                 copy.copy_(value)
         for sites in _alike_groups(again):
-            _torch_foreach.copy_([self._copies[site] for site in sites], [again[site] for site in sites])
+            foreach.copy_([self._copies[site] for site in sites], [again[site] for site in sites])
 
     def end(self, ledger: Ledger) -> dict[str, Key]:
         """How far the parameters went: where the distances are in the ledger."""
@@ -81,7 +81,7 @@ class Weights:
             if self._same.holds(self._same.homes):
                 with torch.no_grad():
                     for parameters, copies in self._same.groups:
-                        _torch_foreach.sub_(copies, parameters)
+                        foreach.sub_(copies, parameters)
                 return self._same.norms([copies for _, copies in self._same.groups], ledger)
             self._now = {site: home.value for site, home in self._same.homes.items()}
             self._same = None
@@ -98,7 +98,7 @@ class Weights:
                 norms[site] = ledger.note(distance(value, copy) if measurable(value) else part_norm(value))
         # The copies are filled anew when the next step begins, so the differences can take their place.
         for sites in _alike_groups(together):
-            _torch_foreach.sub_([self._copies[site] for site in sites], [together[site] for site in sites])
+            foreach.sub_([self._copies[site] for site in sites], [together[site] for site in sites])
         norms |= _norms({site: self._copies[site] for site in together}, ledger)
         self._now = {}
         return norms
@@ -129,7 +129,7 @@ class _Same:
         """Where the norms of the tensors are in the ledger, by site."""
         found: dict[str, Key] = {}
         for sites, tensors in zip(self._sites, groups, strict=True):
-            found |= zip(sites, ledger.note_all(_torch_foreach.norms(tensors)), strict=True)
+            found |= zip(sites, ledger.note_all(foreach.norms(tensors)), strict=True)
         return found
 
 
@@ -153,5 +153,5 @@ def _alike_groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 def _norms(tensors: Mapping[str, Tensor], ledger: Ledger) -> dict[str, Key]:
     found: dict[str, Key] = {}
     for sites in _alike_groups(tensors):
-        found |= zip(sites, ledger.note_all(_torch_foreach.norms([tensors[site] for site in sites])), strict=True)
+        found |= zip(sites, ledger.note_all(foreach.norms([tensors[site] for site in sites])), strict=True)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import length_hint
 from sys import getrefcount
 from typing import Any
 from weakref import ref
@@ -120,7 +121,7 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
 
 def registered_anywhere() -> int:
     """How many hooks were registered in this process, on anything."""
-    return RemovableHandle.next_id
+    return RemovableHandle.next_id - length_hint(_keys)  # less those that were only set aside
 
 
 # -- results of steps of the graph ----------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""What runs, as Python's stack tells it: which modules, and which checkpointed segments.
+
+Some questions have no answer in torch but there: which checkpointed segment runs, and whether a module runs already.
+They are asked by the types of what lies on the stack, not by the names of functions, which change.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from torchhook._torch.autograd import current_node, saved_tensor_hooks
+from torchhook._torch.finding import find
+
+_MODULES = "torch.nn.modules.module"
+_CALL: CodeType | None = find("_call_impl.__code__", find("__call__.__code__", None, nn.Module), nn.Module)
+
+
+def frames(depth: int) -> Iterator[FrameType]:
+    """What runs in this thread, from the caller's caller on outwards; ``depth`` passes over some more."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def times_running(module: nn.Module) -> int:
+    """How many calls of a module are under way in this thread."""
+    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames(1))
+
+
+def innermost_module() -> nn.Module | None:
+    """The module whose call is the latest under way in this thread."""
+    return next((frame.f_locals.get("self") for frame in frames(1) if frame.f_code is _CALL), None)
+
+
+def in_bare_segment() -> bool:
+    """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
+    for frame in frames(1):
+        if frame.f_globals.get("__name__") == _MODULES:
+            return False
+        if frame.f_globals is vars(checkpoint):
+            return True
+    return False
+
+
+_Segment = find("_CheckpointFrame", None, checkpoint)
+_Reentrant = find("CheckpointFunction._backward_cls", None, checkpoint)
+
+
+def segments() -> tuple[Any, list[Any]]:
+    """The checkpointed segment that is being recomputed, if one is, and those in it that run for the first time.
+
+    Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
+    """
+    recomputed, first = None, []
+    for frame in frames(1):
+        if frame.f_globals is vars(checkpoint):
+            recomputed, started = _segments_in(frame.f_locals.values())
+            first += started
+            if recomputed is not None:
+                break
+        elif frame.f_code is _CALL:
+            first += _segments_of(frame.f_locals.get("self"))
+    if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
+        recomputed, first = _segments_hooked()
+    return recomputed, first
+
+
+def will_run_again() -> bool:
+    """Whether the running code is in a reentrant checkpoint that runs for the first time: without gradients, which
+    the recomputation has. Where nobody knows, it may be."""
+    return _Reentrant is None or any(isinstance(segment, _Reentrant) for segment in segments()[1])
+
+
+def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
+    for value in values:
+        if _Segment is not None and isinstance(value, _Segment):
+            return value, []
+        if _Reentrant is not None and isinstance(value, _Reentrant):
+            return (value, []) if current_node() is value else (None, [value])
+        waiting = getattr(value, "gi_frame", None)  # a generator that waits while the segment runs
+        if _Segment is not None and waiting is not None:
+            held = [inner for inner in waiting.f_locals.values() if isinstance(inner, _Segment)]
+            if held:
+                return None, held
+    return None, []
+
+
+def _segments_of(module: Any) -> list[Any]:
+    """Those that a module started which checkpoints itself by hooks: it holds them while it runs."""
+    composable = sys.modules.get("torch.distributed._composable.contract")
+    states = vars(module).get(getattr(composable, "STATE_KEY", None)) if composable is not None else None
+    return [held for state in (states or {}).values() for held in _segments_in(vars(state).values())[1]]
+
+
+def _segments_hooked() -> tuple[Any, list[Any]]:
+    """By the hooks that a checkpoint puts on what autograd saves: those of a recomputation know it by a reference."""
+    for hook in saved_tensor_hooks() or ():
+        for cell in getattr(hook, "__closure__", None) or ():
+            held = cell.cell_contents
+            if _Segment is not None and isinstance(held, _Segment):
+                return None, [held]
+            if _Segment is not None and isinstance(held, weakref.ref) and isinstance(held(), _Segment):
+                return held(), []
+    return None, []
+
+
+@functools.lru_cache(maxsize=1)
+def understands_checkpoints() -> bool:
+    """Whether ``segments`` tells what it should: tried once, on a checkpoint of each kind and one inside another.
+
+    In a thread of its own, where nothing else is on the stack and no mode is on.
+    """
+    kinds = [(reentrant, nested) for reentrant in (False, True) for nested in (False, True)]
+    with ThreadPoolExecutor(1) as thread:
+        return all(thread.map(_understands, *zip(*kinds, strict=True)))
+
+
+def _understands(reentrant: bool, nested: bool) -> bool:
+    seen: list[tuple[Any, list[Any]]] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(segments())
+        return x.sin()
+
+    def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        result: Tensor = checkpoint.checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+        return result
+
+    def outer(x: Tensor) -> Tensor:
+        return again(look, x).cos()
+
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
+        y = again(outer if nested else look, x)
+        y.backward()
+    # The first run knows every segment around it; a recomputation knows itself, and what runs anew inside it.
+    (none, first), *later = seen
+    known = [segment for segment, _ in later]
+    return none is None and len(first) == 1 + nested and bool(known) and known[0] is first[-1]
