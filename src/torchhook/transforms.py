@@ -285,18 +285,15 @@ class _Compose(ValueObject):
         for transform in self.transforms:
             with padding.knowing(known):
                 value = transform(value)
-            known = _afterwards(transform, known)
+            known = padding.afterwards(transform, known)
         return value
 
     def afterwards(self, known: Known | None) -> Known | None:
         for transform in self.transforms:
-            known = _afterwards(transform, known)
+            known = padding.afterwards(transform, known)
         return known
 
     def __repr__(self) -> str:
         # A function by its repr, not its name: a store must not take one for another of the same name.
         return f"compose({', '.join(map(repr, self.transforms))})"
 
-
-def _afterwards(transform: Any, known: Known | None) -> Known | None:
-    return transform.afterwards(known) if isinstance(transform, (_EachTensor, _Compose)) else known

@@ -204,6 +204,14 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
     )
 
 
+def as_it_comes(data: Any, batch_size: int | None, workers: int | None, pin: bool = False) -> Source:
+    """A source that may come in another order each time, for who keeps no rows by their numbers."""
+    if not isinstance(data, DataLoader) or batch_size is not None or workers is not None:
+        return source(data, batch_size, workers, False, pin)
+    # The loader itself: only it knows what its samplers, and workers that persist, do from epoch to epoch.
+    return Stream(Worked(data) if isinstance(data.dataset, IterableDataset) else data)
+
+
 def _giving_tensors(data: Any) -> Any:
     """A data set of Hugging Face's gives numbers as Python lists, which collate the wrong way round, unless told."""
     # By name: importing the library only to ask would take seconds.
