@@ -14,6 +14,8 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Site
+from torchhook._values.call_masks import CallPadding
+from torchhook._values.padding import knowing
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -46,6 +48,18 @@ def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
     """Has a value checked before it is looked at."""
     return look if check is None else lambda value, call: look(check(value), call)
+
+
+def knowing_padding(padding: CallPadding | None, path: str, look: Look) -> Look:
+    """Has transforms know what of a value is padding, as the call that runs says."""
+    if padding is None:
+        return look
+
+    def look_knowing(value: Any, call: int) -> None:
+        with knowing(padding.of(path)):
+            look(value, call)
+
+    return look_knowing
 
 
 def looked_at_first(tap: Tap, look: Look) -> Edit:

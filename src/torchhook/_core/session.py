@@ -109,17 +109,19 @@ class Session:
         targets = list(targets)
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         recording, taps = self.recording, self._taps
+        padding = taps.call_padding(keep)
         every_call = {t.site for t in targets} if any(t.site.call is not None for t in targets) else ()
         for target in targets:
             site = target.site
             if site.call is not None and site.every_call in every_call:
                 continue  # "relu" holds "relu#1" already
             rows = recording.opened(site, max_records)
-            if not units and not before_edits and taps.record(target, keep, rows, recording.order):
+            if not units and not before_edits and padding is None and taps.record(target, keep, rows, recording.order):
                 continue
             tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
             if units:
                 recorder = passing.checked(units.checked(site), recorder)
+            recorder = passing.knowing_padding(padding, site.path, recorder)
             recorder = passing.only_look(site, recorder, self._seen)
             if before_edits:
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
@@ -217,7 +219,7 @@ class Session:
                 attachment.defer(taps.listener.close)
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
-            for module, tap in taps:
+            for module, tap in (*taps, *taps.leaving):
                 attachment.attach(tap, module)
             if taps.parameters:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import offload
+from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
 from torchhook._core.hooks import TensorHandles
@@ -17,10 +18,11 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Rows
 from torchhook._torch import graph_task
+from torchhook._values.call_masks import CallPadding
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
@@ -51,6 +53,8 @@ class Taps:
         self._is_complete = False
         self.root = self._input_tap(index.root, "")
         """Sees the model being called, whatever is asked for."""
+        self.leaving: list[tuple[nn.Module, LeaveTap]] = []
+        """Who is told when a call of a module is over; they see no values."""
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -107,6 +111,15 @@ class Taps:
         self._outputs[id(module)] = (module, tap)
         self.targets[site] = (target, tap)
         return True
+
+    def call_padding(self, keep: Keep) -> CallPadding | None:
+        """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
+        if keep.transform is None:
+            return None
+        padding = CallPadding(parameter_names(self._index.root))
+        self.root.add_look(lambda value, call: padding.begin(value), first=True)
+        self.leaving.append((self._index.root, LeaveTap(padding.end)))
+        return padding
 
     def custom(self, target: Target, tap: CustomTap) -> None:
         """See a target by a tap of its own."""
