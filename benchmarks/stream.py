@@ -10,6 +10,7 @@ is the model without that.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,10 +50,8 @@ def alone(model: Any, loader: Any, device: str, stop_at: Any = None) -> Callable
         handle = None if stop_at is None else stop_at.register_forward_hook(stop)
         with torch.no_grad():
             for (ids,) in loader:
-                try:
+                with contextlib.suppress(Stop):
                     model(ids.to(device, non_blocking=True))
-                except Stop:
-                    pass
         if handle is not None:
             handle.remove()
 
@@ -92,7 +91,9 @@ def main() -> None:
     wait = torch.cuda.synchronize if cuda else lambda: None
     # On the host everything is computed in this process, whose own time others do not disturb.
     found = ratios(contestants, chosen.rounds, 1, wait=wait, clock=time.perf_counter if cuda else time.process_time)
-    cells = [[name, f"{1 / one.median:.2f}", f"{rows * chosen.tokens / one.seconds:,.0f}"] for name, one in found.items()]
+    cells = [
+        [name, f"{1 / one.median:.2f}", f"{rows * chosen.tokens / one.seconds:,.0f}"] for name, one in found.items()
+    ]
     print(Table(f"GPT-2 {size} on {chosen.device}", ["", ">of the forward", ">tokens/s"], cells))
 
 

@@ -82,8 +82,8 @@ def test_a_prompt_in_parts_is_masked_by_the_end_of_the_mask() -> None:
 
 def test_a_row_without_any_token_is_told() -> None:
     model, data = llama(), padded("left")
+    data["attention_mask"][0] = 0
     with torch.no_grad(), pytest.raises(TransformError, match="row 0 of the batch has no position"):
-        data["attention_mask"][0] = 0
         th.run(model, **data, capture="model.layers.0", transform=transforms.tokens("last"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from pathlib import Path
@@ -149,10 +150,7 @@ def parts(per: str, sizes: list[int]) -> tuple[list[Statistics], Statistics]:
     x, model = torch.randn(sum(sizes), 6, 3), nn.Sequential(nn.Identity(), nn.Tanh())
     options: dict[str, Any] = {"per": per, "quantiles": [0.25, 0.5], "top": 2, "covariance": per == "channel"}
     ends = np.cumsum([0, *sizes])
-    found = [
-        th.statistics(model, x[a:b], ["0", "1"], first_row=int(a), **options)
-        for a, b in zip(ends, ends[1:], strict=False)
-    ]
+    found = [th.statistics(model, x[a:b], ["0", "1"], first_row=int(a), **options) for a, b in itertools.pairwise(ends)]
     return found, th.statistics(model, x, ["0", "1"], **options)
 
 
@@ -210,7 +208,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Identity())
     with th.capture(model, "0") as rec:
         model(torch.ones(1))
-    with pytest.raises(RecordingFileError, match="holds no statistics: its format is 'torchhook.recording'"):
+    with pytest.raises(RecordingFileError, match=r"holds no statistics: its format is 'torchhook.recording'"):
         Statistics.load(rec.save(tmp_path / "r.safetensors"))
     path = th.statistics(model, torch.ones(3, 2), "0").save(tmp_path / "s.safetensors")
     with pytest.raises(RecordingFileError, match=r"its format is 'torchhook.statistics'"):

@@ -9,42 +9,17 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import torchhook as th
-from tests.token_data import BOS, LENGTHS, MODELS, by_hand, cut, gpt2, padded, rows_sorted
+from tests.token_data import BOS, LENGTHS, MODELS, Net, by_hand, cut, gpt2, padded, rows_sorted, tokens_of
 from torchhook import transforms
 from torchhook.errors import ExtractError, PaddingWarning
-
-
-class Net(nn.Module):
-    """Has modes, a buffer that moves in training, a layer in place, and parts that run after the last site."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(100, 6)
-        self.up, self.relu, self.drop = nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Dropout(0.5)
-        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.calls = 0
-        # Whole numbers, whose products are the same in batches of any size.
-        for part in (self.table.weight, self.up.weight, self.up.bias):
-            part.data = torch.randint_like(part, -9, 9)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.drop(self.relu(self.up(self.table(ids))))
-        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
 @pytest.fixture
 def ids() -> Tensor:
     return torch.arange(20 * 7).reshape(20, 7) % 100
-
-
-def tokens_of(model: Net, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model.up(model.table(ids)).flatten(0, 1)
 
 
 def hooks(model: nn.Module) -> int:
@@ -208,7 +183,9 @@ def test_special_tokens_need_ids_and_say_so() -> None:
 def test_a_transform_changes_what_is_kept_and_one_token_of_a_row_is_a_token() -> None:
     make, site, _ = MODELS["llama"]
     model, data = make(), padded("right")
-    last = th.stream(model, data, site, buffer=32, batch=8, batch_size=4, shuffle=False, transform=transforms.tokens("last"))
+    last = th.stream(
+        model, data, site, buffer=32, batch=8, batch_size=4, shuffle=False, transform=transforms.tokens("last")
+    )
     truth = torch.cat(by_hand(model, [site], cut(data, 4))[site])
     wanted = torch.stack([truth[i, n - 1] for i, n in enumerate(LENGTHS)])
     assert torch.equal(torch.cat(list(last)), wanted)
@@ -304,77 +281,6 @@ def test_two_streams_over_one_model_do_not_mix(ids: Tensor) -> None:
     pairs = list(zip(one, two, strict=True))
     assert torch.equal(rows_sorted(torch.cat([a for a, _ in pairs])), rows_sorted(tokens_of(model, ids)))
     assert all(b.shape[1] == 6 for _, b in pairs)
-
-
-# -- data ------------------------------------------------------------------------------------------------------
-
-
-class Lines(IterableDataset[Tensor]):
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(torch.arange(20 * 7).reshape(20, 7) % 100)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "dataset", "loader", "shuffled loader", "workers", "iterable", "generator", "list"])
-def test_every_source_of_extract_is_taken(ids: Tensor, kind: str) -> None:
-    model = Net()
-    data = {
-        "tensor": lambda: ids,
-        "dataset": lambda: TensorDataset(ids),
-        "loader": lambda: DataLoader(TensorDataset(ids), batch_size=3),
-        "shuffled loader": lambda: DataLoader(TensorDataset(ids), batch_size=3, shuffle=True),
-        "workers": lambda: DataLoader(TensorDataset(ids), batch_size=3, num_workers=2),
-        "iterable": lambda: Lines(),
-        "generator": lambda: (ids[i : i + 3] for i in range(0, 20, 3)),
-        "list": lambda: list(ids.split(3)),
-    }[kind]()
-    found = list(th.stream(model, data, "up", buffer=32, batch=8))
-    assert torch.equal(rows_sorted(torch.cat(found)), rows_sorted(tokens_of(model, ids)))
-
-
-def test_a_loader_that_shuffles_gives_the_same_for_the_same_seed_whatever_else_draws(ids: Tensor) -> None:
-    loader = DataLoader(TensorDataset(ids), batch_size=3, shuffle=True)
-
-    def run(seed: int, epoch: int = 0) -> Tensor:
-        stream = th.stream(Net(), loader, "up", buffer=32, batch=8, shuffle=False, seed=seed)
-        stream.set_epoch(epoch)
-        return torch.cat([one + 0 * torch.rand(1) for one in stream])
-
-    first = run(0)
-    torch.rand(5)
-    assert torch.equal(run(0), first)
-    assert not torch.equal(run(1), first)
-    assert not torch.equal(run(0, epoch=1), first)
-
-
-def test_what_the_data_draws_goes_on_from_refill_to_refill() -> None:
-    class Noisy(Dataset[Tensor]):
-        def __len__(self) -> int:
-            return 30
-
-        def __getitem__(self, i: int) -> Tensor:
-            return torch.rand(2, 3)
-
-    model = nn.Sequential(nn.Identity())
-    found = torch.cat(list(th.stream(model, Noisy(), "0", buffer=4, batch=2, batch_size=1)))
-    assert len(found.unique(dim=0)) == 60  # each refill drew other numbers
-
-
-def test_a_generator_gives_one_epoch_and_the_second_is_refused(ids: Tensor) -> None:
-    stream = th.stream(Net(), (ids[i : i + 3] for i in range(0, 20, 3)), "up", buffer=32, batch=8)
-    assert sum(map(len, stream)) == 140
-    with pytest.raises(ExtractError, match="gives its batches once, and has given them"):
-        next(iter(stream))
-
-
-def test_input_fn_dtype_and_device_are_passed_on(ids: Tensor) -> None:
-    model = Net()
-    stream = th.stream(
-        model, [{"text": row} for row in ids], "up", buffer=32, batch=8, batch_size=4, dtype=torch.float16, device="cpu",
-        input_fn=lambda batch: batch["text"],
-    )  # fmt: skip
-    found = torch.cat(list(stream))
-    assert found.dtype == torch.float16
-    assert torch.equal(rows_sorted(found), rows_sorted(tokens_of(model, ids).half()))
 
 
 # -- refused ---------------------------------------------------------------------------------------------------

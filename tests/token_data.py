@@ -29,6 +29,31 @@ def padded(side: str = "right", width: int = 11) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+class Net(nn.Module):
+    """Has modes, a buffer that moves in training, a layer in place, and parts that run after the last site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(100, 6)
+        self.up, self.relu, self.drop = nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Dropout(0.5)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.calls = 0
+        # Whole numbers, whose products are the same in batches of any size.
+        for part in (self.table.weight, self.up.weight, self.up.bias):
+            part.data = torch.randint_like(part, -9, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.drop(self.relu(self.up(self.table(ids))))
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def tokens_of(model: Net, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.up(model.table(ids)).flatten(0, 1)
+
+
 def _transformers() -> Any:
     return pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -37,7 +62,14 @@ def gpt2() -> nn.Module:
     library = _transformers()
     torch.manual_seed(0)
     config = library.GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=BOS, eos_token_id=2, pad_token_id=PAD
+        vocab_size=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=32,
+        bos_token_id=BOS,
+        eos_token_id=2,
+        pad_token_id=PAD,
     )
     return library.GPT2LMHeadModel(config).eval()
 
@@ -58,7 +90,10 @@ def llama() -> nn.Module:
     return library.LlamaForCausalLM(config).eval()
 
 
-MODELS = {"gpt2": (gpt2, "transformer.h.0", "transformer.h.1.mlp"), "llama": (llama, "model.layers.0", "model.layers.1.mlp")}
+MODELS = {
+    "gpt2": (gpt2, "transformer.h.0", "transformer.h.1.mlp"),
+    "llama": (llama, "model.layers.0", "model.layers.1.mlp"),
+}
 
 
 def by_hand(model: nn.Module, sites: list[str], batches: list[dict[str, Tensor]]) -> dict[str, list[Tensor]]:

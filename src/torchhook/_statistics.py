@@ -99,11 +99,14 @@ def statistics(
         own.add(block._replace(rows=block.rows + first_row))
 
     rows = 0
-    with random_numbers_kept(), evaluating_on(model, run_on) as device:
-        with contextlib.closing(passes.epoch(pin=device.type == "cuda")) as batches:
-            for batch in batches:
-                passes.run(batch, device, take)
-                rows += batch.span
+    with (
+        random_numbers_kept(),
+        evaluating_on(model, run_on) as device,
+        contextlib.closing(passes.epoch(pin=device.type == "cuda")) as batches,
+    ):
+        for batch in batches:
+            passes.run(batch, device, take)
+            rows += batch.span
     return Statistics({name: _result(name, running[name], options) for name in passes.ordered(running)}, options, rows)
 
 

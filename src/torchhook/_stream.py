@@ -327,8 +327,8 @@ class _Pool:
             if tokens.shape[1:] != held.shape[1:] or tokens.dtype != held.dtype or tokens.device != held.device:
                 raise ExtractError(
                     f"{shown(name)!r}: tokens of {held.dtype} {tuple(held.shape[1:])} on {held.device} at first, of "
-                    f"{tokens.dtype} {tuple(tokens.shape[1:])} on {tokens.device} now. Cast them with dtype=, or reduce "
-                    "them to one shape in a transform."
+                    f"{tokens.dtype} {tuple(tokens.shape[1:])} on {tokens.device} now. Cast them with dtype=, or "
+                    "reduce them to one shape in a transform."
                 )
 
     def hand_out(self, everything: bool = False) -> Iterator[dict[str, Tensor]]:

@@ -316,4 +316,3 @@ class _Compose(ValueObject):
     def __repr__(self) -> str:
         # A function by its repr, not its name: a store must not take one for another of the same name.
         return f"compose({', '.join(map(repr, self.transforms))})"
-

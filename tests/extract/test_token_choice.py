@@ -87,7 +87,7 @@ def test_rows_of_a_transforms_own_making_are_taken_as_they_are() -> None:
 
 
 def test_a_layer_of_another_width_says_that_its_padding_is_not_known() -> None:
-    with knowing(given("lengths=", MASK, 2)), pytest.raises(ExtractError, match="'h': .*With lengths=False"):
+    with knowing(given("lengths=", MASK, 2)), pytest.raises(ExtractError, match=r"'h': .*With lengths=False"):
         choice()("h", torch.randn(2, 3, 5))
 
 
@@ -99,6 +99,11 @@ def test_a_decoder_has_its_own_ids() -> None:
     assert where(of_encoder)[0] == (10, 1)
     alone = choice(special=(1,), call=Inputs((IDS,), {}))("h", torch.randn(2, 4, 3))
     assert len(alone.tokens) == 6
+    beside = choice(special=(1,), call=Inputs((IDS, MASK), {}))("h", torch.randn(2, 4, 3))
+    whole = choice(special=(1,), call=Inputs(({"attention_mask": MASK, "input_ids": IDS},), {}))(
+        "h", torch.randn(2, 4, 3)
+    )
+    assert where(beside) == where(whole) == where(alone)
 
 
 @pytest.mark.parametrize("drop", [False, True, [3, 4]])

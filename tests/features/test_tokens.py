@@ -137,7 +137,15 @@ def test_skipped_rows_and_missing_shards_have_no_tokens(tmp_path: Path) -> None:
     x = torch.arange(40.0).reshape(20, 2, 1) + torch.zeros(20, 2, 3)
     for name, options in (("fixed", {}), ("ragged", {"lengths": torch.full((20,), 2)})):
         store = th.extract(
-            Picky(), x, "inner", tmp_path / name, on_error="skip", batch_size=4, rows_per_shard=5, progress=False, **options
+            Picky(),
+            x,
+            "inner",
+            tmp_path / name,
+            on_error="skip",
+            batch_size=4,
+            rows_per_shard=5,
+            progress=False,
+            **options,
         )
         assert list(store.skipped) == [6]
         tokens = store.tokens("inner")

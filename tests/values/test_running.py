@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def groups(x: Tensor, per: str) -> list[np.ndarray]:
 
 def made(x: Tensor, per: str, cuts: list[int]) -> Running:
     found = Running(per, covariance=per == "channel", top=3, resolution=1024)
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in itertools.pairwise(cuts):
         found.add(block(x, low, high))
     return found
 

@@ -46,7 +46,7 @@ class Passes:
         channel: int | None = None,
         maps: bool = False,
     ) -> None:
-        self.forward = Forward(
+        self._forward = Forward(
             model, sites, transform=transform, input_fn=input_fn, autocast=autocast, cuts=lengths is not False
         )
         self.model, self.data = model, opened(data, model)
@@ -58,7 +58,7 @@ class Passes:
     @property
     def columns(self) -> list[str]:
         """The names of sites, in the order in which they were asked for."""
-        return self.forward.sites
+        return self._forward.sites
 
     def epoch(self, pin: bool) -> Generator[Batch, None, None]:
         """All batches of the data, from the beginning; to close it lets the workers of a loader go."""
@@ -96,10 +96,10 @@ class Passes:
     def _first(self, batch: Batch, device: torch.device, take: Take) -> None:
         # Whole: a layer may run again after the last site was seen, and then its address is not enough.
         square = Square(batch.value, batch.span)
-        with inputs.explaining(batch.value, self.model, self.forward.input_fn):
+        with inputs.explaining(batch.value, self.model, self._forward.input_fn):
             self._run(batch, device, take, stop=False, see=square.see)
         if square.found:
-            try_one_row(self.forward, batch, self.extras, device)
+            try_one_row(self._forward, batch, self.extras, device)
         self._checked = True
 
     def _run(
@@ -110,7 +110,7 @@ class Passes:
         stop: bool,
         see: Callable[[str, Any], None] | None = None,
     ) -> None:
-        call = self.forward.call_of(batch.value)
+        call = self._forward.call_of(batch.value)
         said = self.extras.padding(batch.value, batch.start, batch.good)
         choice = TokenChoice(call, batch.span, batch.start, self.special, self.channel, self.maps)
         calls: Counter[str] = Counter()
@@ -128,9 +128,9 @@ class Passes:
             for name, part in columns:
                 take(name, choice(name, part))
 
-        self.forward.run(call, batch.value, device, put, stop, said, see)
+        self._forward.run(call, batch.value, device, put, stop, said, see)
 
     def ordered(self, columns: Any) -> list[str]:
         """Names of columns in the order of the sites, and not in that in which they ran."""
-        found = ([c for c in columns if c == site or c.startswith(f"{site}[")] for site in self.forward.sites)
+        found = ([c for c in columns if c == site or c.startswith(f"{site}[")] for site in self._forward.sites)
         return list(dict.fromkeys(itertools.chain.from_iterable(found)))

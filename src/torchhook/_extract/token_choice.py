@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class TokenChoice:
     ) -> None:
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
         self.special = torch.tensor(sorted(special)) if special else None
-        self.ids = dict(_token_ids(call)) if special else {}
+        self.ids = _token_ids(call) if special else {}
 
     def __call__(self, name: str, value: Tensor | Rows) -> Block:
         """The tokens of a value, a view of it where all are taken, with their rows in the data and positions."""
@@ -95,7 +95,7 @@ class TokenChoice:
         # Of (N, T, heads, D), the heads of a token are at one position; the pixels of a map have each their own.
         known = padding.known()
         by_time = known is not None and channel != 1 and known.fits(self.rows, value.shape[1])
-        return tokens, value.shape[1] if by_time or value.dim() == 3 and channel == 2 else len(tokens) // self.rows
+        return tokens, value.shape[1] if by_time or (value.dim() == 3 and channel == 2) else len(tokens) // self.rows
 
     def _channel(self, value: Tensor) -> int:
         if self.channel is not None:
@@ -148,10 +148,18 @@ class TokenChoice:
         return Block(torch.cat(rows), numbers, positions)
 
 
-def _token_ids(call: Inputs) -> Iterator[tuple[str, Tensor]]:
-    """Two-dimensional integers by their names; what has none is taken for the ids."""
-    named: Mapping[str, Any] = call.kwargs
-    for name, value in (*named.items(), *(("input_ids", part) for part in tree.tensors(call.args))):
-        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and "mask" not in name:
-            if name in ("input_ids", "decoder_input_ids") or not named:
-                yield name, value.detach().cpu()
+def _token_ids(call: Inputs) -> dict[str, Tensor]:
+    """The token ids that a model is called with, by their names; without such a name, the first that may be ids."""
+    named = [call.kwargs, *(part for part in call.args if isinstance(part, Mapping))]
+    found = {name: part[name] for part in named for name in _IDS if _may_be_ids(part.get(name))}
+    if not found:
+        first = next((tensor for tensor in tree.tensors(call) if _may_be_ids(tensor)), None)
+        found = {} if first is None else {_IDS[0]: first}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+_IDS = ("input_ids", "decoder_input_ids")
+
+
+def _may_be_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_nested

@@ -216,9 +216,10 @@ class Column:
     def token_shape(self) -> tuple[int, ...]:
         """What one token of a row is: a row itself, if it has no positions."""
         if self.spec.text or (len(self.spec.shape) > 2 and not self.spec.ragged):
+            found = "texts" if self.spec.text else f"rows of shape {self.spec.shape}"
             raise TypeError(
-                f"{self.name!r}: {'text' if self.spec.text else f'rows of shape {self.spec.shape}'} are no tokens; rows "
-                "(T, D), (D,), or of different lengths are. A transform of extract can make such rows."
+                f"{self.name!r}: {found} are no tokens; rows (T, D), (D,), or of different lengths are. A transform "
+                "of extract can make such rows."
             )
         return self.spec.shape if self.spec.ragged else self.spec.shape[-1:]
 

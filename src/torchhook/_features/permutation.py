@@ -38,7 +38,8 @@ class Permutation:
         left, right = numbers >> _UINT(self._bits), numbers & self._mask
         for key in self._keys:
             left, right = right, left ^ (_hashed(right + key) & self._mask)
-        return (left << _UINT(self._bits)) | right
+        found: NDArray[_UINT] = (left << _UINT(self._bits)) | right
+        return found
 
 
 def _hashed(numbers: NDArray[_UINT]) -> NDArray[_UINT]:

@@ -49,7 +49,7 @@ def statistics(
 ) -> Statistics:
     """One pass over a site. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last.
 
-    Quantiles are exact for up to ``resolution`` positions; of more, ``rank_error`` says how much their ranks may be off.
+    Quantiles are exact for up to ``resolution`` positions; of more, ``rank_error`` says how far ranks may be off.
     """
     values = features[site]
     if 0 in values.spec.shape:

@@ -1,4 +1,4 @@
-"""What is left of ``statistics``: numbers for each site, that merge, print themselves and are saved, without the model."""
+"""What is left of ``statistics``: numbers of each site, which merge, print themselves and are saved, without model."""
 
 from __future__ import annotations
 
