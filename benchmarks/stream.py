@@ -80,7 +80,7 @@ def main() -> None:
     ids = torch.randint(0, 50257, (rows, chosen.tokens))
     loader: Any = DataLoader(TensorDataset(ids), batch_size=32, pin_memory=cuda)
     last = len(model.h) - 1
-    options = {"buffer": rows * chosen.tokens // 4, "batch": 2048}
+    options = {"buffer": max(4096, rows * chosen.tokens // 4), "batch": 1024}
     contestants = {
         "forward, to the last site": alone(model, loader, chosen.device, model.h[last]),
         "forward, whole": alone(model, loader, chosen.device),

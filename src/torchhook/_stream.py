@@ -173,6 +173,9 @@ class _Refill:
 
     def __call__(self, pool: _Pool) -> bool:
         """Fill the pool; false if the data has come to its end."""
+        self._store(pool, last=False)
+        if pool.is_full:  # the model gave more at once than the buffer holds
+            return True
         more = True
         with self._own_random_numbers(), evaluating_on(self.passes.model, None) as device:
             if self.batches is None:

@@ -24,8 +24,8 @@ class Sketch:
 
     >>> sketch = Sketch(128)
     >>> sketch.add(torch.arange(1000.0)[:, None])
-    >>> sketch.quantile(0.5), sketch.rank_error < math.log2(1000 / 128) / 256 + 1 / 1000
-    (tensor([499.5000], dtype=torch.float64), True)
+    >>> abs(float(sketch.quantile(0.5)) - 499.5) / 1000 <= sketch.rank_error <= math.log2(1000 / 128) / 256
+    True
     """
 
     def __init__(self, resolution: int = RESOLUTION) -> None:
