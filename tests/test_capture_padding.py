@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -163,3 +165,16 @@ def test_threads_have_each_their_own_mask() -> None:
         thread.join()
     assert torch.equal(found[0], torch.stack([x[0, 1], x[1, 3]]))
     assert torch.equal(found[1], torch.stack([x[0, 2], x[1, 0]]))
+
+
+def test_what_the_model_was_called_with_is_let_go_when_the_session_ends() -> None:
+    model = Parts()
+    for stop in (False, True):
+        x = torch.randn(2, 4, 2)
+        gone = weakref.ref(x)
+        session = th.capture(model, "whole", transform=transforms.tokens("last"), stop=stop)
+        session.run(x, attention_mask=torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]))
+        del x
+        gc.collect()
+        assert gone() is None
+        del session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,19 @@ def test_errors_name_the_rows() -> None:
 
     with pytest.raises(KeyError) as error:
         run(Passes(nn.Sequential(Fails()), torch.arange(9.0)[:, None], "0", batch_size=2))
-    assert "rows 4 to 5 of the data" in "".join(error.value.__notes__)
+    if sys.version_info >= (3, 11):
+        assert error.value.__notes__ == ["torchhook: raised by rows 4 to 5 of the data."]
+
+    class Torn(TensorDataset):
+        def __getitem__(self, index: int) -> Tensor:
+            if index == 3:
+                raise OSError("torn")
+            return torch.zeros(2)
+
+    with pytest.raises(OSError, match="torn") as told:
+        run(Passes(nn.Sequential(nn.Identity()), Torn(torch.zeros(5)), "0", batch_size=2))
+    if sys.version_info >= (3, 11):
+        assert told.value.__notes__ == ["torchhook: raised while rows 2 to 3 of the data were loaded."]
     with pytest.raises(ExtractError, match="forward takes"):
         run(Passes(nn.Bilinear(2, 2, 1), torch.randn(4, 2), "(model)"))
 

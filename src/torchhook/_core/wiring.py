@@ -146,10 +146,13 @@ class Taps:
             grad_tap.forget(task)
 
     def let_go(self) -> None:
-        """Take away what is on tensors; the rest is on modules."""
+        """Take away what is on tensors, and let go of what the model was called with; the rest is on modules."""
         opened.pop(id(self), None)
         self.handles.remove()
         self.aliases.settle()
+        # A pass that was stopped has told nobody that it is over, and what it was called with would be held.
+        for module, tap in self.leaving:
+            tap.function(module)
 
     def listen(self, listener: Listener) -> None:
         """See the functional operations inside the modules."""

@@ -21,7 +21,7 @@ from torchhook._extract.one_row import Square, try_one_row
 from torchhook._extract.token_choice import Drop, TokenChoice, special_ids
 from torchhook._features.api import shown
 from torchhook._values.running import Block
-from torchhook.errors import ExtractError, note
+from torchhook.errors import ExtractError, hint
 
 Take = Callable[[str, Block], None]
 """Takes the name of a column and its tokens, in the hook: what is not copied there may be overwritten afterwards."""
@@ -90,7 +90,7 @@ class Passes:
             else:
                 self._first(batch, device, take)
         except Exception as error:
-            note(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
+            hint(error, f"raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
             raise
 
     def _first(self, batch: Batch, device: torch.device, take: Take) -> None:
