@@ -119,3 +119,11 @@ def test_special_ids_are_given_or_those_of_the_configuration(drop: bool | list[i
 
     wanted = {False: set(), True: {1, 2, 5, 7}}[drop] if isinstance(drop, bool) else set(drop)
     assert special_ids(Model(), drop) == wanted
+
+
+def test_a_configuration_that_knows_padding_alone_is_no_answer() -> None:
+    class Bert(nn.Module):
+        config = type("Config", (), {"pad_token_id": 0, "bos_token_id": None})()
+
+    with pytest.raises(ExtractError, match="names no special tokens but padding"):
+        special_ids(Bert(), True)

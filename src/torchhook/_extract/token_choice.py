@@ -28,17 +28,21 @@ def special_ids(model: nn.Module, drop: Drop) -> frozenset[int]:
         return frozenset()
     if drop is not True:
         return frozenset(int(number) for number in drop)
-    found: set[int] = set()
-    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-        for name in _NAMES:
-            told = getattr(config, f"{name}_token_id", None)
-            found |= {int(one) for one in (told if isinstance(told, (list, tuple)) else [told]) if one is not None}
-    if not found:
+    named = {name: _named_ids(model, name) for name in _NAMES}
+    # BERT's configuration knows its padding alone: then the special tokens would stay in, and nobody would know.
+    if not any(ids for name, ids in named.items() if name != "pad"):
         raise ExtractError(
-            "drop_special=True: the model's configuration names no special tokens. Give their ids: "
+            "drop_special=True: the model's configuration names no special tokens but padding. Give their ids: "
             "drop_special=tokenizer.all_special_ids."
         )
-    return frozenset(found)
+    return frozenset().union(*named.values())
+
+
+def _named_ids(model: nn.Module, name: str) -> frozenset[int]:
+    configs = (getattr(model, "config", None), getattr(model, "generation_config", None))
+    told = [getattr(config, f"{name}_token_id", None) for config in configs]
+    flat = [one for ids in told for one in (ids if isinstance(ids, (list, tuple)) else [ids])]
+    return frozenset(int(one) for one in flat if one is not None)
 
 
 class TokenChoice:

@@ -133,9 +133,10 @@ class Tokens(Dataset[Any]):
         ascending = places[order]
         shards = np.searchsorted(self._starts, ascending, side="right") - 1
         found = []
-        for shard in np.unique(shards):
-            there = torch.from_numpy(ascending[shards == shard] - self._starts[shard])
-            found.append((int(shard), self._kept[int(shard)][there] if int(shard) in self._kept else there))
+        for part in np.split(np.arange(len(places)), np.flatnonzero(np.diff(shards)) + 1) if len(places) else ():
+            shard = int(shards[part[0]])
+            there = torch.from_numpy(ascending[part] - self._starts[shard])
+            found.append((shard, self._kept[shard][there] if shard in self._kept else there))
         return found, torch.from_numpy(order)
 
     # -- batches ---------------------------------------------------------------------------------------
