@@ -265,7 +265,8 @@ _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = _find("_call_impl.__code__", _find("__call__.__code__", None, nn.Module), nn.Module)
 
 
-def _frames(depth: int) -> Iterator[FrameType]:
+def frames(depth: int) -> Iterator[FrameType]:
+    """What runs in this thread, from the caller's caller on outwards; ``depth`` passes over some more."""
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
         yield frame
@@ -274,17 +275,17 @@ def _frames(depth: int) -> Iterator[FrameType]:
 
 def times_running(module: nn.Module) -> int:
     """How many calls of a module are under way in this thread."""
-    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
+    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames(1))
 
 
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread."""
-    return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
+    return next((frame.f_locals.get("self") for frame in frames(1) if frame.f_code is _CALL), None)
 
 
 def in_bare_segment() -> bool:
     """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
-    for frame in _frames(1):
+    for frame in frames(1):
         if frame.f_globals.get("__name__") == _MODULES:
             return False
         if frame.f_globals is vars(checkpoint):
@@ -302,7 +303,7 @@ def segments() -> tuple[Any, list[Any]]:
     Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
     """
     recomputed, first = None, []
-    for frame in _frames(1):
+    for frame in frames(1):
         if frame.f_globals is vars(checkpoint):
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started

@@ -16,6 +16,7 @@ from torchhook._recording.differences import Diff
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.statistics import SiteStatistics, Statistics
 from torchhook._recording.sweeps import Sweep
+from torchhook._report.api import PagePath
 from torchhook._stream import TokenStream
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
@@ -30,6 +31,7 @@ __all__ = [
     "GradientClip",
     "Guard",
     "ImageFolder",
+    "PagePath",
     "Record",
     "Recording",
     "Session",

@@ -13,14 +13,17 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` waits for
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchhook import transforms
 from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
 from torchhook._values import devices, tree
+from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
 
 Transform = Callable[[Any], Any]
@@ -69,6 +72,18 @@ class Keep:
         self._inputs: list[Tensor] = []
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
+        self._placed: list[Keep] = []
+        """The same for single sites, which have to know what this one is told."""
+
+    def placed(self, known: Callable[[], KnownHeads]) -> Keep:
+        """The same way to keep values, for one site; another object only if the transform asks where it is."""
+        if not transforms.asks_where(self.transform):
+            return self
+        keep = copy.copy(self)
+        keep.transform = transforms.placed(self.transform, known)
+        keep._placed = []
+        self._placed.append(keep)
+        return keep
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
         """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""
@@ -123,6 +138,9 @@ class Keep:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
         self._inputs = list(tensors)
         self._outliving_ids = self._outliving_storages = None
+        for keep in self._placed:
+            keep._owned, keep._find_ids, keep._owned_ids = self._owned, self._find_ids, None
+            keep._inputs, keep._outliving_ids, keep._outliving_storages = self._inputs, None, None
 
     def _ids(self) -> frozenset[int]:
         """The tensors that outlive the forward pass; those of the model are looked for when the first value passes."""
@@ -136,6 +154,7 @@ class Keep:
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
         self.owned_by(tuple)
+        self._placed = []
         if self._to_host is not None:
             self._to_host.settle()
 

@@ -25,6 +25,11 @@ _ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
 
 
+def came(site: Site, tap: Tap, recording: Recording, seen: set[Site]) -> bool:
+    """Whether a site has run; of one that names calls, those."""
+    return tap.ran > 0 if site.call is None else site in (recording if site.counts_back else seen)
+
+
 def takes_hooks(target: Target, index: Index) -> bool:
     """Whether a target is surely no part of TorchScript: it takes no hooks, called or not."""
     is_one = torch.jit.ScriptModule
@@ -52,7 +57,8 @@ def cause(
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
-        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
+        none = "there was no call" if isinstance(site.call, int) else "there were no calls"
+        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so {none} {site.call}."
     around = _around(site.path, index)
     if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
         return "it is TorchScript, which takes no hooks: use the module it was made from."

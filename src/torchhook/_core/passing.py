@@ -6,30 +6,30 @@ the hooks, alive for as long as the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchhook import edits
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.taps import Edit, Look, Tap
-from torchhook._recording.address import Site
+from torchhook._recording.address import Calls, Site
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.padding import knowing
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
-    """Edits the call that a site names, and notes in ``seen`` that it came; every call, if it names none."""
+    """Edits the calls that a site names, and notes in ``seen`` that they came; every call, if it names none."""
     if site.call is None:
         return edit
 
-    def edit_one(value: Any, call: int) -> Any:
-        if call != site.call:
+    def edit_some(value: Any, call: int) -> Any:
+        if not site.means(call):
             return value
         seen.add(site)
         return edit(value, call)
 
-    return edit_one
+    return edit_some
 
 
 def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
@@ -37,12 +37,26 @@ def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
     if site.call is None:
         return look
 
-    def look_at_one(value: Any, call: int) -> None:
-        if call == site.call:
+    def look_at_some(value: Any, call: int) -> None:
+        if site.means(call):
             seen.add(site)
             look(value, call)
 
-    return look_at_one
+    return look_at_some
+
+
+def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
+    """As ``only_look``, for who keeps what several selectors name at one site, once; any call may be the last."""
+    if not sites:
+        return look
+
+    def keep_some(value: Any, call: int) -> None:
+        named = [site for site in sites if site.counts_back or site.means(call)]
+        seen.update(named)
+        if named:
+            look(value, call)
+
+    return keep_some
 
 
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
@@ -76,12 +90,15 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
 def editor(site: Site, edit: edits.Edit) -> Edit:
     """Tells an edit where it is, and checks what it makes."""
 
+    checks = not edits.changes_call(edit)
+
     def change(value: Any, call: int) -> Any:
         here = site.but(call=call)
         new = edit(value, here)
         if new is None or new is value:
             return value
-        edits.check(value, new, here)
+        if checks:
+            edits.check(value, new, here)
         return new
 
     return change
@@ -90,8 +107,11 @@ def editor(site: Site, edit: edits.Edit) -> Edit:
 def stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
     """Ends the pass once nothing is waited for any more."""
 
+    last = site.call.stop - 1 if isinstance(site.call, Calls) and site.call.stop is not None else None
+
     def stop(value: Any, call: int) -> None:
-        waiting.discard(site)
+        if last is None or call >= last:
+            waiting.discard(site)
         if not waiting:
             if any(keep.mode in ("live", "reference") for keep in keeps):
                 check()

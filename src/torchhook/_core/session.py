@@ -12,8 +12,9 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
+from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
+from torchhook._core.heads import heads_at
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -24,7 +25,7 @@ from torchhook._core.scope import Scope, Stop, Stopped
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Look
-from torchhook._core.wiring import Taps
+from torchhook._core.wiring import Shown, Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
@@ -33,7 +34,7 @@ from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint
 Threads = Literal["own", "all"]
 
 
-class Session:
+class Session(Shown):
     """Edits and looks on sites of a model, for as long as it is open.
 
     Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
@@ -92,10 +93,13 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
+        select.refuse_counting_back(site, "an edit")
+        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
+        select.refuse_counting_back(target.site, "whoever looks")
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -110,19 +114,17 @@ class Session:
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         recording, taps = self.recording, self._taps
         padding = taps.call_padding(keep)
-        every_call = {t.site for t in targets} if any(t.site.call is not None for t in targets) else ()
-        for target in targets:
+        for target, others, calls in select.by_site(targets):
             site = target.site
-            if site.call is not None and site.every_call in every_call:
-                continue  # "relu" holds "relu#1" already
-            rows = recording.opened(site, max_records)
-            if not units and not before_edits and padding is None and taps.record(target, keep, rows, recording.order):
+            rows = recording.opened(site, max_records, calls)
+            own = keep.placed(heads_at(self.index, target))
+            if not units and not before_edits and padding is None and taps.record(target, own, rows, recording.order):
                 continue
-            tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
-            if units:
-                recorder = passing.checked(units.checked(site), recorder)
-            recorder = passing.knowing_padding(padding, site.path, recorder)
-            recorder = passing.only_look(site, recorder, self._seen)
+            tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
+            recorder = passing.checked(units.checked(site) if units else None, recorder)
+            recorder = passing.only_keep(calls, passing.knowing_padding(padding, site.path, recorder), self._seen)
+            for other in others:
+                taps.of(other)
             if before_edits:
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:
@@ -154,6 +156,7 @@ class Session:
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
+            select.refuse_open_end(target.site)
             self.look(target, passing.stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
@@ -219,7 +222,8 @@ class Session:
                 attachment.defer(taps.listener.close)
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
-            for module, tap in (*taps, *taps.leaving):
+            counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
+            for module, tap in (*counted, *taps.leaving):
                 attachment.attach(tap, module)
             if taps.parameters:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
@@ -359,7 +363,7 @@ class Session:
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
-            if site in self._seen if site.call is not None else tap.ran:
+            if never_ran.came(site, tap, self.recording, self._seen):
                 continue
             if isinstance(error, Stop):
                 why = "another session's stop=True ended the block."

@@ -13,14 +13,15 @@ from torchhook._core import offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
-from torchhook._core.hooks import TensorHandles
+from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
-from torchhook._recording.records import Rows
+from torchhook._recording.records import Recording, Rows
+from torchhook._recording.tables import Table, counted
 from torchhook._torch import graph_task
 from torchhook._values.call_masks import CallPadding
 from torchhook.errors import SelectorError, SessionError
@@ -51,6 +52,7 @@ class Taps:
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
         self._is_complete = False
+        self.root_module = index.root
         self.root = self._input_tap(index.root, "")
         """Sees the model being called, whatever is asked for."""
         self.leaving: list[tuple[nn.Module, LeaveTap]] = []
@@ -89,6 +91,13 @@ class Taps:
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
+
+    def table(self, title: str) -> Table:
+        """The sites, what is done there, and how often they ran."""
+        rows = [
+            [site.shown, "edited" if tap.edits else "read", str(tap.ran)] for site, (_, tap) in self.targets.items()
+        ]
+        return Table(title, ["site", "", ">calls"], rows)
 
     # -- making -------------------------------------------------------------------------------------
 
@@ -232,3 +241,19 @@ def _pass_tensor(tap: Tap, target: Target) -> None:
     assert target.tensor is not None
     with offload.read(target.module, target.tensor) as tensor:
         tap.take(tensor)
+
+
+class Shown:
+    """How a session shows itself: in one line, and in a notebook with its sites."""
+
+    recording: Recording
+    _taps: Taps
+    _attachment: Attachment | None
+    _closed: bool
+
+    def __repr__(self) -> str:
+        state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
+        return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return self._taps.table(repr(self)[1:-1])._repr_html_()
