@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,14 @@ def test_what_the_data_draws_goes_on_from_refill_to_refill() -> None:
     model = nn.Sequential(nn.Identity())
     found = torch.cat(list(th.stream(model, Noisy(), "0", buffer=4, batch=2, batch_size=1)))
     assert len(found.unique(dim=0)) == 60  # each refill drew other numbers
+
+
+def test_data_without_an_end_is_taken_as_far_as_it_is_used(ids: Tensor) -> None:
+    taken = []
+    endless = (taken.append(1) or ids[:2] for _ in itertools.count())
+    batches = list(itertools.islice(th.stream(Net(), endless, "up", buffer=28, batch=14), 5))
+    assert [len(one) for one in batches] == [14] * 5
+    assert len(taken) <= 7
 
 
 def test_a_generator_gives_one_epoch_and_the_second_is_refused(ids: Tensor) -> None:

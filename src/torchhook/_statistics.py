@@ -62,6 +62,7 @@ def statistics(
             ranks are off by ``log2(n / resolution) / (2 * resolution)`` of the count ``n`` at most, which is 0.3 % for
             a million values; ``rank_error`` says by how much in truth.
         top: So many rows with the largest values are remembered for each channel, and at which positions these are.
+            Rows are numbered as they come: those of a loader that shuffles, in its order.
         transform: Changes what is looked at, as in ``extract``.
         lengths: What is padding, as in ``extract``; by default what the model's own attention mask says.
         drop_special: Special tokens to leave out, by their ids; ``True`` for those of the model's configuration.

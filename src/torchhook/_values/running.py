@@ -86,7 +86,8 @@ class Running:
         if not tokens.numel():
             return
         size = max(1, _PIECE.get(tokens.device.type, _PIECE_ELSEWHERE) // tokens.shape[1])
-        cuts = _cuts(block.rows, size)
+        # A matrix is worth adding only if many tokens are in it.
+        cuts = _cuts(block.rows, max(size, tokens.shape[1]) if self.covariance else size)
         for part in zip(*(whole.split(cuts) for whole in (tokens, block.rows, block.positions)), strict=True):
             self._add(Block(*part))
 
