@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ class CallPadding(threading.local):
 
     def of(self, path: str) -> Known | None:
         """What is known for a module; ``None`` outside of calls."""
-        return None if self._call is None else _OfCall(self, path)
+        return None if self._call is None else _OfCall(functools.partial(self.masks, path))
 
     def masks(self, path: str) -> Masks | None:
         """The masks that are about a module, if any of them marks padding."""
@@ -183,12 +183,12 @@ class CallPadding(threading.local):
 class _OfCall:
     """As ``Masks``, for who captures whatever there is: what has other rows, or one position, has no padding here."""
 
-    def __init__(self, padding: CallPadding, path: str) -> None:
-        self._padding, self._path = padding, path
+    def __init__(self, find: Callable[[], Masks | None]) -> None:
+        self._find = find
 
     @functools.cached_property
     def _masks(self) -> Masks | None:
-        return self._padding.masks(self._path)
+        return self._find()
 
     def fits(self, rows: int, width: int) -> bool:
         return self._masks is not None and self._masks.fits(rows, width)
@@ -202,7 +202,7 @@ class _OfCall:
         return masks.at(rows, width) if about else None
 
     def sliced(self, positions: slice) -> Known:
-        return self if self._masks is None else self._masks.sliced(positions)
+        return self if self._masks is None else _OfCall(functools.partial(self._masks.sliced, positions))
 
 
 # -- rows that look padded -----------------------------------------------------------------------------
