@@ -129,6 +129,18 @@ def test_a_part_that_is_called_by_itself_has_no_padding_of_an_earlier_call() -> 
     assert torch.equal(rec["whole", 2], x[:, -1])
 
 
+def test_the_output_of_the_model_itself_belongs_to_the_call() -> None:
+    class Same(Parts):
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.whole(x)
+
+    model, x = Same(), torch.randn(2, 4, 2)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    sites = ["(model)", "whole", "whole:input"]
+    _, rec = th.run(model, x, attention_mask=mask, capture=sites, transform=transforms.tokens("last"))
+    assert all(torch.equal(rec[site], torch.stack([x[0, 1], x[1, 3]])) for site in sites)
+
+
 def test_a_call_that_raised_leaves_no_padding_behind() -> None:
     class Fails(Parts):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:

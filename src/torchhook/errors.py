@@ -43,7 +43,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 __all__ = [
@@ -280,16 +280,16 @@ class PaddingWarning(UserWarning):
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
-        frame = frame.f_back
-        level += not _imports(frame)
+    while (above := frame.f_back) is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
+        frame = above
+        level += not frame.f_code.co_filename.startswith(_IMPORTS)
     warnings.warn(message, category, stacklevel=level)
 
 
 def later_warning() -> Callable[[str, type[Warning]], None]:
     """What warns as ``warn`` does, at the line that is the user's now, when it is called later."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     file, line, registry = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault(_REGISTRY, {})
     return lambda message, category: warnings.warn_explicit(message, category, file, line, registry=registry)
@@ -297,11 +297,13 @@ def later_warning() -> Callable[[str, type[Warning]], None]:
 
 _REGISTRY = "__warningregistry__"
 _NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
+_IMPORTS = "<frozen importlib._bootstrap"
+"""How the files of Python's own frames begin that run an import: they are no level to ``warnings``."""
 
 
-def _imports(frame: FrameType) -> bool:
-    """Whether a frame is one of Python's own that run an import: they are no level to ``warnings``."""
-    return frame.f_code.co_filename.startswith("<frozen importlib._bootstrap")
+@functools.lru_cache(maxsize=256)
+def _is_not_the_users(module: str) -> bool:
+    return module.split(".")[0] in _NOT_THE_USERS
 
 
 def never_opened(what: str) -> None:

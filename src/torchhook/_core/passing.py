@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from torchhook import edits
+from torchhook._core.heads import heads_at
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
+from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
+from torchhook._values import tree
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.padding import knowing
+from torchhook._values.tree import Inputs
+from torchhook.errors import SessionError
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -76,6 +84,25 @@ def knowing_padding(padding: CallPadding | None, path: str, look: Look) -> Look:
     return look_knowing
 
 
+def inputs_kept_from(keep: Keep) -> Look:
+    """Tells ``keep`` what the model is called with; written out for what most models are called with."""
+
+    def look(value: Any, call: int) -> None:
+        found: list[Tensor] = []
+        parts = (*value.args, *value.kwargs.values()) if type(value) is Inputs else (value,)
+        for part in parts:
+            if type(part) is Tensor:
+                found.append(part)
+            elif type(part) not in _WITHOUT_TENSORS:
+                found.extend(tree.tensors(part))
+        keep.called_with(found)
+
+    return look
+
+
+_WITHOUT_TENSORS = (type(None), bool, int, float, str)
+
+
 def looked_at_first(tap: Tap, look: Look) -> Edit:
     """An edit that changes nothing: it sees the value before the others do."""
 
@@ -85,6 +112,14 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
         return value
 
     return pass_on
+
+
+def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> edits.Edit:
+    """What a user gives as an edit, ready for one target."""
+    change = edits.adapt(edit)
+    if not own_threads and edits.asks_step(change):
+        raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
+    return edits.placed(change, target.site, heads_at(index, target))
 
 
 def editor(site: Site, edit: edits.Edit) -> Edit:

@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
-from torchhook import edits
 from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.heads import heads_at
@@ -28,8 +27,8 @@ from torchhook._core.taps import CustomTap, Look
 from torchhook._core.wiring import Shown, Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._values import tree
-from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
+from torchhook._torch import graph_task
+from torchhook.errors import SelectorError, SessionError, hint, never_opened
 
 Threads = Literal["own", "all"]
 
@@ -53,30 +52,33 @@ class Session(Shown):
         self._warn = warn
         self.reports = True
         """Whether it notes in its recording what never ran, and why."""
-        self._given_as = ""
-        self._recipe: Callable[[Session], None] | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        """What belongs to one opening."""
-        self.recording: Recording = Recording(type(self.index.root).__name__)
-        self.scope: Scope = Scope()
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
         """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
-        self._keeps: list[Keep] = []
-        self._seen: set[Site] = set()
-        self._followed: dict[Site, Tensor] = {}
+        self._given_as = ""
+        self._recipe: Callable[[Session], None] | None = None
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one opening; the rest is the same in all of them."""
+        self.recording: Recording = Recording(type(self.index.root).__name__)
+        scope = self.scope = Scope()
+        self._keeps: list[Keep] = []
+        self._seen: set[Site] = set()
+        self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
-        self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self.handles: TensorHandles = self._taps.handles
-        """Hooks on tensors, which go when the session closes."""
+        self._taps = Taps(self.index, scope, scope if self._own_threads_only else None)
         self._attachment: Attachment | None = None
         self._closed = False
+
+    @property
+    def handles(self) -> TensorHandles:
+        """Hooks on tensors, which go when the session closes."""
+        return self._taps.handles
 
     # -- building -----------------------------------------------------------------------------
 
@@ -94,7 +96,7 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
+        change = passing.placed(edit, target, self.index, self._own_threads_only)
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
@@ -110,15 +112,15 @@ class Session(Shown):
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
-        targets = list(targets)
+        chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
-        recording, taps = self.recording, self._taps
-        padding = taps.call_padding(keep)
-        for target, others, calls in select.by_site(targets):
+        task, padding = graph_task(), taps.call_padding(keep)
+        for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            own = keep.placed(heads_at(self.index, target))
-            if not units and not before_edits and padding is None and taps.record(target, own, rows, recording.order):
+            own = keep.placed(heads_at(self.index, target)) if keep.asks_where else keep
+            fast = not units and not before_edits and padding is None
+            if fast and taps.record(target, own, rows, recording.order, task):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
             recorder = passing.checked(units.checked(site) if units else None, recorder)
@@ -129,10 +131,10 @@ class Session(Shown):
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
-        self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
-        self.recording.wait_with(keep.wait)
+        recording.other_names = other_names(self.index, chosen, recording.other_names)
+        recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.add_look(lambda value, call: keep.called_with(tree.tensors(value)), first=True)
+        self._taps.root.add_look(passing.inputs_kept_from(keep), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -202,19 +204,18 @@ class Session(Shown):
         if self._attachment is not None:
             self._open_again()
         self._given_as = ""  # one that is refused was not forgotten
-        hooks.refuse_compiled_code()
-        hooks.eager_stance.say_once(self.index.given)
+        may_be_compiled = hooks.may_be_compiled(self.index.given)
         taps, scope = self._taps, self.scope
         taps.complete()
         attachment = self._attachment = Attachment()
         try:
+            attachment.defer(*[keep.release for keep in self._keeps])
             for keep in self._keeps:
-                attachment.defer(keep.release)
                 keep.owned_by(self.index.owned, self.index.plain_ids)
-            hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
-            attachment.defer(taps.let_go)
+            if may_be_compiled:
+                hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
+            attachment.defer(taps.let_go, scope.leave)
             wiring.opened[id(taps)] = taps
-            attachment.defer(scope.leave)
             if self.gathers is not None:
                 attachment.defer(self.gathers.close)
                 self.gathers.open()
@@ -329,16 +330,10 @@ class Session(Shown):
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        if self.reports:
+        if self.reports and (self._followed or not self._taps.all_ran() or not self.index.is_as_it_was()):
             self._report(error)
-        if error is None and self._warn and (lost := self._taps.edits_to_come()):
-            warn(
-                f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
-                "which computes that part again, has not come. Without this session it is computed unedited, and its "
-                "gradients are wrong: call backward() inside the block.",
-                RecomputeWarning,
-            )
         if error is None and self._warn:
+            never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)
 
     def _explain(self, error: BaseException) -> None:
@@ -349,7 +344,8 @@ class Session(Shown):
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        is_as_it_was, ran = not self._followed and self.index.is_as_it_was(), self._taps.any_ran
+        is_as_it_was = not self._followed and self.index.is_as_it_was()
+        ran = self._taps.any_ran
         for site, (target, tap) in self._taps.targets.items():
             forward = self._taps.passing(site, tap)
             if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
