@@ -244,3 +244,34 @@ def test_heads_are_found_in_an_extraction_and_in_attached_features(tmp_path: Pat
         wrapped = th.FeatureLayers(model, [site], transform=tf.only(positions=-1, heads=2), attach=attach)
         found, _ = wrapped(**call)
         assert torch.equal(found[0].detach(), expected)
+
+
+# -- lengths of one batch ------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted_within_lengths_that_are_given() -> None:
+    value = torch.randn(3, 5, 2)
+    lengths = torch.tensor([5, 1, 3])
+    assert torch.equal(tf.tokens("last", lengths=lengths)(value), torch.stack([value[0, 4], value[1, 0], value[2, 2]]))
+    left = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [1, 1, 1, 1, 1]])
+    assert torch.equal(tf.tokens("cls", lengths=left)(value), torch.stack([value[0, 2], value[1, 4], value[2, 0]]))
+    assert torch.equal(tf.tokens(-2, lengths=[5, 2, 3])(value), torch.stack([value[0, 3], value[1, 0], value[2, 1]]))
+
+
+def test_tokens_with_lengths_are_a_value_that_says_what_it_is() -> None:
+    one, other = tf.tokens("last", lengths=torch.tensor([3, 1])), tf.tokens("last", lengths=[3, 1])
+    assert one == other
+    assert repr(one) == "tokens('last', lengths=(3, 1))"
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert repr(tf.tokens("last")) == "tokens('last')"
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TransformError, match=r"lengths= has the shape \(2,\): expected lengths \(3,\)"):
+        tf.tokens("last", lengths=[1, 2])(torch.randn(3, 5, 2))
+    with pytest.raises(TransformError, match="up to 6"):
+        tf.tokens("last", lengths=[1, 2, 6])(torch.randn(3, 5, 2))
+    with pytest.raises(TransformError, match="row 1 of the batch has no position"):
+        tf.tokens("last", lengths=[1, 0, 2])(torch.randn(3, 5, 2))
+    with pytest.raises(ValueError, match="which is not asked for here"):
+        tf.tokens("last", lengths=[1], masked=False)

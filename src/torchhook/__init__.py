@@ -5,7 +5,7 @@ keep values          capture, run; load opens a recording that was saved
 change values        edit; clip_gradients; sweep patches one site after the other; save_edits, load_edits
 find what is wrong   guard: the first NaN; watch: statistics while training; diff: where two runs part
 explain an output    attention, rollout, cam; plot draws; report: all of it on one page
-whole data sets      extract writes features to disk; open_features reads them
+whole data sets      extract writes features to disk, open_features reads them; stream shuffles tokens; statistics
 names of older code  HookManager, Hook, FeatureLayer, FeatureLayers, FeatureExtractor, VerboseExecution,
                      get_layer_candidates, gradient_clipper, count_parameters, model_summary
 
@@ -38,6 +38,8 @@ from torchhook._guard.api import guard
 from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
+from torchhook._statistics import statistics
+from torchhook._stream import stream
 from torchhook._sweep.api import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
@@ -77,6 +79,8 @@ __all__ = [
     "rollout",
     "run",
     "save_edits",
+    "statistics",
+    "stream",
     "sweep",
     "transforms",
     "types",

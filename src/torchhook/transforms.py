@@ -1,8 +1,8 @@
 """The catalogue of transforms: what is kept of a value, decided in the hook, before anything is copied or moved.
 
 A transform is any function of the passing value. Those here map over the tensors of nested values and take dim 0 for
-the rows of the batch. In ``extract``, where the model is called with an attention mask, they give for each row what
-they would give for that row alone and unpadded. They are values: they compare by what they hold, pickle, and print as
+the rows of the batch. Where the model is called with an attention mask, they give for each row what they would give for
+that row alone and unpadded. They are values: they compare by what they hold, pickle, and print as
 they were written, which is also how a feature store remembers them.
 
 >>> compose(tokens("cls"), cast(torch.float16)) == compose(tokens("cls"), cast(torch.half))
@@ -21,7 +21,7 @@ from torch import Tensor
 from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range
 from torchhook._values.heads import KnownHeads
-from torchhook._values.kept_parts import Only, PlacedOnly
+from torchhook._values.kept_parts import Only
 from torchhook._values.padding import Known
 from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
@@ -94,8 +94,8 @@ def pool(how: str = "mean", dims: int | Sequence[int] | None = None, *, masked: 
     >>> pool("mean")(torch.ones(2, 3, 4, 4)).shape
     torch.Size([2, 3])
 
-    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. In ``extract``, padding is left out where the model is
-    called with an attention mask, or ``lengths=`` is given; ``masked=False`` takes it in.
+    Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. Padding is left out where the model is called with an
+    attention mask, or ``lengths=`` is given to ``extract``; ``masked=False`` takes it in.
     """
     if how not in _POOLS:
         raise ValueError(f"pool({how!r}): use one of {', '.join(map(repr, _POOLS))}.")
@@ -137,32 +137,52 @@ def _least(dtype: torch.dtype) -> float | int:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def tokens(which: str | int | Sequence[int] = "cls", prefix: int = 1, *, masked: bool = True) -> Transform:
+def tokens(
+    which: str | int | Sequence[int] = "cls", prefix: int = 1, *, masked: bool = True, lengths: Any = None
+) -> Transform:
     """Choose tokens of ``(N, T, ...)``: ``"cls"``, ``"last"``, ``"patches"`` (all after the prefix), or positions.
 
     >>> tokens("cls")(torch.zeros(2, 197, 8)).shape, tokens([0, 5])(torch.zeros(2, 197, 8)).shape
     (torch.Size([2, 8]), torch.Size([2, 2, 8]))
 
-    In ``extract``, positions are counted among the tokens that are not padding, on whichever side it is, where the
-    model is called with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all.
+    Positions are counted among the tokens that are not padding, on whichever side it is, where the model is called
+    with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all. ``lengths=`` here are those of the
+    rows of one batch, ``(N,)``, or its mask ``(N, T)``:
+
+    >>> tokens("last", lengths=[1, 3])(torch.arange(6.0).reshape(2, 3, 1)).flatten()
+    tensor([0., 5.])
     """
+    told = None if lengths is None else _as_written(torch.as_tensor(lengths).tolist())
+    if told is not None and (not masked or which == "patches"):
+        raise ValueError(f"tokens({which!r}): lengths= say what is padding, which is not asked for here.")
     if isinstance(which, str):
         if which not in (*_ENDS, "patches"):
             raise ValueError(f"tokens({which!r}): use 'cls', 'last', 'patches', a position or a list of positions.")
         # Elsewhere the prefix says nothing, and would make two equal transforms differ.
-        return _each(_tokens, which, prefix=prefix if which == "patches" else None, masked=_unless_default(masked))
+        count = prefix if which == "patches" else None
+        return _each(_tokens, which, prefix=count, masked=_unless_default(masked), lengths=told)
     chosen = which if isinstance(which, int) else [int(position) for position in which]
-    return _each(_tokens, chosen, prefix=None, masked=_unless_default(masked))
+    return _each(_tokens, chosen, prefix=None, masked=_unless_default(masked), lengths=told)
+
+
+def _as_written(numbers: Any) -> Any:
+    """Lists as tuples: a transform is a value, and nobody may change it."""
+    return tuple(map(_as_written, numbers)) if isinstance(numbers, list) else numbers
 
 
 _ENDS = {"cls": 0, "last": -1}
 
 
-def _tokens(tensor: Tensor, which: str | int | list[int], prefix: int | None, masked: bool | None) -> Tensor:
+def _tokens(
+    tensor: Tensor, which: str | int | list[int], prefix: int | None, masked: bool | None, lengths: Any
+) -> Tensor:
     # Of (N, D) a feature would be taken for a token.
     if tensor.dim() < 3:
         raise TransformError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
-    mask = None if masked is False else padding.mask_of(tensor)
+    if lengths is not None:
+        mask = padding.given("lengths=", lengths, len(tensor)).at(len(tensor), tensor.shape[1])
+    else:
+        mask = None if masked is False else padding.mask_of(tensor)
     if which == "patches":
         if mask is not None:
             raise TransformError(
@@ -321,19 +341,14 @@ class _Compose(ValueObject):
         for transform in self.transforms:
             with padding.knowing(known):
                 value = transform(value)
-            known = _afterwards(transform, known)
+            known = padding.afterwards(transform, known)
         return value
 
     def afterwards(self, known: Known | None) -> Known | None:
         for transform in self.transforms:
-            known = _afterwards(transform, known)
+            known = padding.afterwards(transform, known)
         return known
 
     def __repr__(self) -> str:
         # A function by its repr, not its name: a store must not take one for another of the same name.
         return f"compose({', '.join(map(repr, self.transforms))})"
-
-
-def _afterwards(transform: Any, known: Known | None) -> Known | None:
-    knows = (_EachTensor, _Compose, Only, PlacedOnly)
-    return transform.afterwards(known) if isinstance(transform, knows) else known

@@ -9,13 +9,15 @@ from torchhook._capture import Stopped
 from torchhook._clip import GradientClip
 from torchhook._core.session import Session
 from torchhook._extract.api import Estimate, ImageFolder
-from torchhook._features.api import Features
+from torchhook._features.api import Features, TokenLoader, Tokens
 from torchhook._guard.api import Finding, Guard
 from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff
 from torchhook._recording.records import Record, Recording
+from torchhook._recording.statistics import SiteStatistics, Statistics
 from torchhook._recording.sweeps import Sweep
 from torchhook._report.api import PagePath
+from torchhook._stream import TokenStream
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
 __all__ = [
@@ -34,8 +36,13 @@ __all__ = [
     "Recording",
     "Session",
     "Site",
+    "SiteStatistics",
     "Snapshot",
+    "Statistics",
     "Stopped",
     "Sweep",
+    "TokenLoader",
+    "TokenStream",
+    "Tokens",
     "Watch",
 ]

@@ -173,3 +173,25 @@ def test_tensors_of_every_kind_have_a_norm_and_a_spread(change: Callable[[Tensor
     array = tensor.abs().numpy() if tensor.is_complex() else tensor.to(torch.float64).numpy()
     assert spread(tensor) == (pytest.approx(array.mean(), abs=1e-5), pytest.approx(array.var(), rel=1e-5))
     assert float(norm(tensor)) == pytest.approx(np.linalg.norm(array), rel=1e-5)
+
+
+def test_third_and_fourth_moments_merge_as_if_all_values_were_seen_at_once() -> None:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0)).double() + 50
+
+    def of(part: torch.Tensor) -> Moments:
+        gaps = part - part.mean(0)
+        return Moments(len(part), part.mean(0), *((gaps**power).sum(0) for power in (2, 3, 4)))
+
+    found, wanted = merged([of(part) for part in x.split([1, 60, 7, 32])]), of(x)
+    assert found.size == 100
+    for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-10)
+
+
+def test_channels_may_have_different_numbers_of_values_and_none() -> None:
+    one = Moments(torch.tensor([2, 0, 1]), torch.tensor([1.0, 0.0, 5.0]), torch.tensor([2.0, 0.0, 0.0]))
+    other = Moments(torch.tensor([1, 0, 1]), torch.tensor([4.0, 0.0, 7.0]), torch.tensor([0.0, 0.0, 0.0]))
+    found = merged([one, other])
+    assert found.size.tolist() == [3, 0, 2]
+    assert found.mean.tolist() == [2.0, 0.0, 6.0]
+    assert found.squares.tolist() == [8.0, 0.0, 2.0]

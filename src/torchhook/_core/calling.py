@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import random
@@ -37,6 +38,18 @@ def arguments(inputs: Any) -> Inputs:
     if isinstance(inputs, Mapping):  # a tokeniser's batch is a mapping and no dict
         return Inputs((), {str(name): value for name, value in inputs.items()})
     return Inputs(inputs if type(inputs) is tuple else (inputs,), {})
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """The names of what a model's forward takes; none of one that is no Python function.
+
+    >>> parameter_names(nn.Linear(2, 1))
+    ['input']
+    """
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:

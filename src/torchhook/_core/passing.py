@@ -20,6 +20,8 @@ from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
 from torchhook._values import tree
+from torchhook._values.call_masks import CallPadding
+from torchhook._values.padding import knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import SessionError
 
@@ -68,6 +70,18 @@ def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
     """Has a value checked before it is looked at."""
     return look if check is None else lambda value, call: look(check(value), call)
+
+
+def knowing_padding(padding: CallPadding | None, path: str, look: Look) -> Look:
+    """Has transforms know what of a value is padding, as the call that runs says."""
+    if padding is None:
+        return look
+
+    def look_knowing(value: Any, call: int) -> None:
+        with knowing(padding.of(path)):
+            look(value, call)
+
+    return look_knowing
 
 
 def inputs_kept_from(keep: Keep) -> Look:

@@ -114,17 +114,17 @@ class Session(Shown):
         """Keep every value that passes the targets in ``self.recording``."""
         chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
-        task = graph_task()
+        task, padding = graph_task(), taps.call_padding(keep)
         for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
             own = keep.placed(heads_at(self.index, target)) if keep.asks_where else keep
-            if not units and not before_edits and taps.record(target, own, rows, recording.order, task):
+            fast = not units and not before_edits and padding is None
+            if fast and taps.record(target, own, rows, recording.order, task):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
-            if units:
-                recorder = passing.checked(units.checked(site), recorder)
-            recorder = passing.only_keep(calls, recorder, self._seen)
+            recorder = passing.checked(units.checked(site) if units else None, recorder)
+            recorder = passing.only_keep(calls, passing.knowing_padding(padding, site.path, recorder), self._seen)
             for other in others:
                 taps.of(other)
             if before_edits:
@@ -224,7 +224,7 @@ class Session(Shown):
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
             counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
-            for module, tap in counted:
+            for module, tap in (*counted, *taps.leaving):
                 attachment.attach(tap, module)
             if taps.parameters:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)

@@ -10,24 +10,34 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import offload
+from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
-from torchhook._core.hooks import Attachment, TensorHandles
+from torchhook._core.hooks import Attachment, TensorHandles, after_call_always
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table, counted
 from torchhook._torch import graph_task
+from torchhook._torch_hooks import Undo
+from torchhook._values.call_masks import CallPadding
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
 
 opened: dict[int, Taps] = {}
 """The taps of every open session, in any thread, by id."""
+
+
+class _AfterAll(LeaveTap):
+    """As that, after all other hooks: what leaves the model still belongs to its call."""
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        after_call_always(undo, module, self, first=False)
 
 
 class Taps:
@@ -37,6 +47,8 @@ class Taps:
     parameters: Sequence[tuple[Target, GradTap]] = ()
     """Those whose gradients are wanted."""
     listener: Listener | None = None
+    leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
+    """Who is told when a call of a module is over, after all others; they see no values."""
     _is_complete = False
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
@@ -140,6 +152,15 @@ class Taps:
         self.targets[site] = (target, tap)
         return True
 
+    def call_padding(self, keep: Keep) -> CallPadding | None:
+        """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
+        if keep.transform is None:
+            return None
+        padding = CallPadding(parameter_names(self._index.root))
+        self.root.add_look(lambda value, call: padding.begin(value), first=True)
+        self.leaving = [*self.leaving, (self._index.root, _AfterAll(padding.end))]
+        return padding
+
     def custom(self, target: Target, tap: CustomTap) -> None:
         """See a target by a tap of its own."""
         self._customs[id(target.module)] = (target.module, tap)
@@ -165,13 +186,16 @@ class Taps:
             grad_tap.forget(task)
 
     def let_go(self) -> None:
-        """Take away what is on tensors; the rest is on modules."""
+        """Take away what is on tensors, and let go of what the model was called with; the rest is on modules."""
         opened.pop(id(self), None)
         made = self.__dict__
         if "handles" in made:
             self.handles.remove()
         if "aliases" in made:
             self.aliases.settle()
+        # A pass that was stopped has told nobody that it is over, and what it was called with would be held.
+        for module, tap in self.leaving:
+            tap.function(module)
 
     def listen(self, listener: Listener) -> None:
         """See the functional operations inside the modules."""

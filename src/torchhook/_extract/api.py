@@ -14,13 +14,27 @@ from torchhook._core.select import Selector
 from torchhook._extract import job
 from torchhook._extract.completion import kept
 from torchhook._extract.estimate import Estimate
-from torchhook._extract.eval_mode import random_numbers_kept
+from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
 from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
+from torchhook._extract.passes import Passes
+from torchhook._extract.token_choice import Drop
 from torchhook._features.api import Features, absolute, open_features
 
-__all__ = ["SUFFIXES", "Estimate", "ImageFolder", "extract", "kept"]
+__all__ = [
+    "SUFFIXES",
+    "Drop",
+    "Estimate",
+    "ImageFolder",
+    "Part",
+    "Passes",
+    "Transforms",
+    "evaluating_on",
+    "extract",
+    "kept",
+    "random_numbers_kept",
+]
 
 
 def extract(

@@ -206,7 +206,7 @@ class Fill:
             ragged.put(at, in_range(items, spec.dtype), lengths, self.copies)
 
     def _check_rows(self, spec: ColumnSpec, value: Tensor | Rows) -> None:
-        _check_number_of_rows(spec.name, value, self.rows, self._where())
+        check_number_of_rows(spec.name, value, self.rows, self._where())
         for dtype in {row.dtype for row in value} if isinstance(value, Rows) else (value.dtype,):
             if not _holds(spec.dtype, dtype):
                 raise ExtractError(
@@ -229,7 +229,8 @@ def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
-def _check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str = "") -> None:
+def check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str = "") -> None:
+    """Refuse a value that has not one entry for each row."""
     if isinstance(value, Tensor) and not value.dim():
         raise ExtractError(
             f"{shown(name)!r} is a single number for a batch of {rows} rows, as a loss is. {where} Choose another "
@@ -274,7 +275,7 @@ def site_columns(
     """The columns that a site's value makes, and the bytes of its rows in the first batch."""
     found = []
     for name, part in parts(site, value):
-        _check_number_of_rows(name, part, rows)
+        check_number_of_rows(name, part, rows)
         # (N, C) cannot be told from (N, T): a value of two dims is taken for a pooled one, and stays whole.
         ragged = isinstance(part, Rows) or (bool(said) and part.dim() >= 3)
         real = _real(name, part, said) if ragged and isinstance(part, Tensor) else None

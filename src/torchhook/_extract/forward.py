@@ -20,7 +20,7 @@ from torchhook._extract.padding import PaddingOf, Said, Trial
 from torchhook._features.api import shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
-from torchhook._values.padding import Known, knowing
+from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
 from torchhook.transforms import Rows
@@ -43,8 +43,11 @@ class Forward:
         transform: Transforms = None,
         input_fn: Callable[[Any], Any] | None = None,
         autocast: torch.dtype | bool | None = None,
+        cuts: bool = False,
     ) -> None:
         self.model, self.input_fn, self.autocast = model, input_fn, autocast
+        self.cuts = cuts
+        """Whether who takes the values leaves padding out himself: what is known of it is then known there, too."""
         self.index = Index(model)
         self.targets = resolve(self.index, sites)
         self.sites = [str(target.site) for target in self.targets]
@@ -78,12 +81,29 @@ class Forward:
         ``said`` is what the user says about its padding; left out, the model's own mask is looked for. ``see`` is
         called with values as they pass, before any transform.
         """
-        given = inputs.call_of(batch, self.model, self.input_fn)
+        self.run(self.call_of(batch), batch, device, put, stop, said, see)
+
+    def call_of(self, batch: Any) -> Inputs:
+        """What the model is called with."""
+        return inputs.call_of(batch, self.model, self.input_fn)
+
+    def run(
+        self,
+        given: Inputs,
+        batch: Any,
+        device: torch.device,
+        put: Put,
+        stop: bool = True,
+        said: Said = None,
+        see: Put | None = None,
+    ) -> None:
+        """As calling this with the batch, which ``call_of`` has read already."""
         # On the host, before anything moves: a question about tensors on a GPU would wait for it.
-        known = self.padding(given, batch, said, wanted=any(self.transforms.values()))
+        known = self.padding(given, batch, said, wanted=self.cuts or any(self.transforms.values()))
         call = inputs.move(given, device)
+        whole = self.cuts or bool(said)
         # One padded batch tells as much as all of them.
-        trial = Trial(call, known, bool(said), self._in_halves()) if known and not self.padding.tried else None
+        trial = Trial(call, known, whole, self._in_halves()) if known and not self.padding.tried else None
         self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
@@ -130,7 +150,7 @@ def _shown_to(see: Put, site: str) -> Look:
 
 def _hand_on(site: str, transform: Transform | None, known: Known | None, put: Put) -> Look:
     if transform is None:
-        return lambda value, call: put(site, value)
+        return lambda value, call: _put(put, site, value, known)
 
     def transformed(value: Any, call: int) -> None:
         try:
@@ -138,9 +158,14 @@ def _hand_on(site: str, transform: Transform | None, known: Known | None, put: P
                 kept = transform(value)
         except TransformError as error:
             raise TransformError(f"{shown(site)!r}: {error}") from error
-        put(site, kept)
+        _put(put, site, kept, afterwards(transform, known))
 
     return transformed
+
+
+def _put(put: Put, site: str, value: Any, known: Known | None) -> None:
+    with knowing(known):
+        put(site, value)
 
 
 # -- which transform a site has -----------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from torchhook._recording.tables import Table, counted
 from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
-from torchhook.errors import ExtractError, require
+from torchhook.errors import DataWarning, ExtractError, require, warn
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
 
@@ -186,3 +186,18 @@ def _colors(name: str, opened: Any) -> Any:
             )
         image = require("PIL.Image", "images").fromarray((pixels / most * 255).round().astype(np.uint8))
     return image.convert("RGB")
+
+
+def opened(data: Any, model: nn.Module) -> Any:
+    """The images of a folder where data is a path, prepared for the model; anything else as it is."""
+    if not isinstance(data, (str, os.PathLike)):
+        return data
+    folder = ImageFolder.for_model(data, model)
+    if folder.guessed:
+        warn(
+            f"the model does not say how it wants its images, so they are prepared as for ImageNet: "
+            f"{folder.preparation}. Pass data=torchhook.types.ImageFolder(path, size=…, mean=…, std=…), or with "
+            "prepare=weights.transforms(), to say it.",
+            DataWarning,
+        )
+    return folder

@@ -24,7 +24,7 @@ from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward, Transforms
 from torchhook._extract.function_fingerprint import of_function
-from torchhook._extract.image_folder import ImageFolder
+from torchhook._extract.image_folder import opened
 from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
@@ -241,16 +241,7 @@ def _ranks(request: Request) -> int:
 
 
 def _source(request: Request, pin: bool) -> Source:
-    data = request.data
-    if isinstance(data, (str, os.PathLike)):
-        data = ImageFolder.for_model(data, request.model)
-        if data.guessed:
-            warn(
-                f"the model does not say how it wants its images, so they are prepared as for ImageNet: "
-                f"{data.preparation}. Pass data=torchhook.types.ImageFolder(path, size=…, mean=…, std=…), or with "
-                "prepare=weights.transforms(), to say it.",
-                DataWarning,
-            )
+    data = opened(request.data, request.model)
     source = sources.source(data, request.batch_size, request.workers, request.skip, pin)
     if request.engine == "ray" and isinstance(source, sources.Stream):
         raise ExtractError("engine='ray' needs data whose rows have numbers: a data set with length and index.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +31,7 @@ class PaddingOf:
 
     def __init__(self, model: nn.Module, targets: Sequence[Target]) -> None:
         self.paths = {str(target.site): target.site.path for target in targets}
-        self.parameters = _parameters(model)
+        self.parameters = calling.parameter_names(model)
         self.pads, self.likely_pads = _pad_ids(model)
         self.warned = self.tried = False
 
@@ -63,13 +62,6 @@ class PaddingOf:
                 "mask; lengths=False if this is no padding).",
                 PaddingWarning,
             )
-
-
-def _parameters(model: nn.Module) -> list[str]:
-    try:
-        return list(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):  # a forward that is no Python function
-        return []
 
 
 def _pad_ids(model: nn.Module) -> tuple[set[int], set[int]]:

@@ -29,6 +29,8 @@ class Indexed:
     """A data set with a length: any row can be had by its number."""
 
     kind = "rows"
+    may_skip = True
+    """Whether rows that cannot be loaded could be left out, if one asked for that."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Indexed:
         if len(sampler):
             loaded = iter(loader)
             for start, stop in sampler.cuts():
-                with _telling(start, stop):
+                with _telling(start, stop, self.may_skip):
                     value = next(loaded, _END)
                 _whole_or_refused(value is not _END)
                 yield self._batch(start, stop, value)
@@ -121,10 +123,13 @@ def _whole_or_refused(whole: bool) -> None:
 
 
 @contextlib.contextmanager
-def _telling(start: int, stop: int) -> Iterator[None]:
-    """Say which rows could not be loaded, and that they may be left out."""
+def _telling(start: int, stop: int, may_skip: bool) -> Iterator[None]:
+    """Say which rows could not be loaded, and, where that is so, that they may be left out."""
     rows = f"row {start}" if stop == start + 1 else f"rows {start} to {stop - 1}"
-    advice = "Repair or remove it, or pass on_error='skip' to leave out rows that cannot be loaded."
+    advice = "Repair or remove it" + (
+        ", or pass on_error='skip' to leave out rows that cannot be loaded." if may_skip else "."
+    )
+    skip = "; on_error='skip' leaves out those that cannot be" if may_skip else ""
     try:
         yield
     except ExtractError as error:
@@ -132,7 +137,7 @@ def _telling(start: int, stop: int) -> Iterator[None]:
         text = str(error).strip().splitlines()[-1]
         raise ExtractError(f"{text.removeprefix('torchhook.errors.ExtractError: ')} {advice}") from error
     except Exception as error:
-        hint(error, f"raised while {rows} of the data were loaded; on_error='skip' leaves out those that cannot be.")
+        hint(error, f"raised while {rows} of the data were loaded{skip}.")
         raise
 
 
@@ -202,6 +207,17 @@ def source(data: Any, batch_size: int | None, workers: int | None, tolerant: boo
         f"data is a {type(data).__name__}; expected a data set, a DataLoader, an iterable of batches, "
         "a tensor of rows, or the path of a folder of images."
     )
+
+
+def as_it_comes(data: Any, batch_size: int | None, workers: int | None, pin: bool = False) -> Source:
+    """A source that may come in another order each time, for who keeps no rows by their numbers."""
+    if not isinstance(data, DataLoader) or batch_size is not None or workers is not None:
+        found = source(data, batch_size, workers, False, pin)
+        if isinstance(found, Indexed):
+            found.may_skip = False
+        return found
+    # The loader itself: only it knows what its samplers, and workers that persist, do from epoch to epoch.
+    return Stream(Worked(data) if isinstance(data.dataset, IterableDataset) else data)
 
 
 def _giving_tensors(data: Any) -> Any:

@@ -7,6 +7,7 @@ from torchhook._features.index import Contents, Entry, Page
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec, Manifest, shown, versions
 from torchhook._features.storage import Storage, absolute
 from torchhook._features.store import Store
+from torchhook._features.tokens import TokenLoader, Tokens
 from torchhook._features.verify import Report, verify
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Report",
     "Storage",
     "Store",
+    "TokenLoader",
+    "Tokens",
     "absolute",
     "aligned_empty",
     "open_features",

@@ -210,6 +210,45 @@ class Column:
             at = end
         return out
 
+    # -- tokens --------------------------------------------------------------------------------------
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """What one token of a row is: a row itself, if it has no positions."""
+        if self.spec.text or (len(self.spec.shape) > 2 and not self.spec.ragged):
+            found = "texts" if self.spec.text else f"rows of shape {self.spec.shape}"
+            raise TypeError(
+                f"{self.name!r}: {found} are no tokens; rows (T, D), (D,), or of different lengths are. A transform "
+                "of extract can make such rows."
+            )
+        return self.spec.shape if self.spec.ragged else self.spec.shape[-1:]
+
+    def token_ends(self, shard: int) -> Tensor:
+        """Where the tokens of each row of a shard begin, and where the last ones end; a missing shard has none."""
+        if shard in self._missing:
+            return torch.zeros(1, dtype=torch.int64)
+        if self.spec.ragged:
+            return self._ends(shard, self._shard(shard))
+        width = self.spec.shape[0] if len(self.spec.shape) == 2 else 1
+        return torch.arange(min(self._per_shard, self._rows - shard * self._per_shard) + 1) * width
+
+    def token_count(self, shard: int) -> int:
+        """How many tokens a shard has, for which nothing but its header is read."""
+        if self.spec.ragged and shard not in self._missing:
+            return int(self._shard(shard).header.span(self.name)[1][0])
+        return int(self.token_ends(shard)[-1])
+
+    def tokens(self, shard: int, places: Tensor) -> Tensor:
+        """Tokens of a shard by their numbers there, in ascending order, as a copy."""
+        dims = 2 if len(self.spec.shape) == 2 and not self.spec.ragged else 1
+        if self._shards.mapped:
+            whole = self._view(shard)
+            return (whole.flatten(0, 1) if dims == 2 else whole).index_select(0, places)
+        found, starts = self._shard(shard), (places.diff(prepend=places[:1] - 2) > 1).nonzero().squeeze(1)
+        runs = torch.tensor_split(places, starts[1:])  # neighbours, and the same again, are read together
+        read = [(run, found.rows(self.name, int(run[0]), int(run[-1]) + 1, dims)) for run in runs]
+        return torch.cat([part[run - run[0]] for run, part in read])
+
     # -- whole columns -----------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[tuple[int, Any]]:

@@ -18,6 +18,7 @@ from torchhook._features.manifest import IDS, LABELS, Manifest, shown, stored
 from torchhook._features.reading import OpenShards, fits_in_memory
 from torchhook._features.statistics import Statistics, statistics
 from torchhook._features.store import Store
+from torchhook._features.tokens import Tokens
 from torchhook._features.verify import Report, verify
 from torchhook._recording.tables import Table, size
 from torchhook.errors import BrokenShardError, IncompleteStoreError, MissingRecordError, suggestion
@@ -146,6 +147,13 @@ class Features:
     ) -> FeatureDataset:
         """A ``torch.utils.data.Dataset`` of rows, of all sites or some; the options are those of ``FeatureDataset``."""
         return FeatureDataset(self, sites, labels=labels, ids=ids, rows=rows, transform=transform)
+
+    def tokens(self, *sites: str) -> Tokens:
+        """The tokens of all rows, one after the other: of one site as tensors, of several as dicts of the same tokens.
+
+        ``features.tokens("h.3").loader(4096, shuffle=True)`` gives them in batches.
+        """
+        return Tokens(self, sites)
 
     def to_hf(self, sites: str | Sequence[str] | None = None) -> Any:
         """A Hugging Face ``datasets.Dataset`` over the same memory, of all sites or some."""

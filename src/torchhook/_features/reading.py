@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -46,9 +47,9 @@ class MappedShard:
             return found.reshape(shape)
         return found.set_(self._storage, first // dtype.itemsize, empty.shape, empty.stride())
 
-    def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows ``[low, high)`` of a tensor, as they lie in the map."""
-        return self.tensor(name)[low:high]
+    def rows(self, name: str, low: int, high: int, dims: int = 1) -> Tensor:
+        """Rows ``[low, high)`` of a tensor, as they lie in the map; its first ``dims`` dims are taken for one."""
+        return self.tensor(name).flatten(0, dims - 1)[low:high]
 
 
 class RangedShard:
@@ -58,9 +59,10 @@ class RangedShard:
         self.header: shards.Header
         self.header, self._storage, self._name = header, storage, name
 
-    def rows(self, name: str, low: int, high: int) -> Tensor:
-        """Rows ``[low, high)`` of a tensor, read now."""
-        dtype, shape, first, last = self.header.span(name)
+    def rows(self, name: str, low: int, high: int, dims: int = 1) -> Tensor:
+        """Rows ``[low, high)`` of a tensor, read now; its first ``dims`` dims are taken for one."""
+        dtype, whole, first, last = self.header.span(name)
+        shape = (math.prod(whole[:dims]), *whole[dims:])
         row = (last - first) // shape[0] if shape[0] else 0
         wanted = max(0, high - low) * row
         if not wanted:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from torchhook._values.moments import Moments, merged
+from torchhook._values.quantiles import RESOLUTION
+from torchhook._values.running import Block, Running
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
     from torchhook._features.features import Features
-
-_SAMPLE = 1 << 14  # the rank of a median is right to 0.4 % (one standard error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,12 @@ class Statistics:
     std: Tensor
     min: Tensor
     max: Tensor
+    kurtosis: Tensor
+    """3 for a normal distribution."""
     covariance: Tensor | None
     quantiles: dict[float, Tensor]
-    """Of a uniform sample of positions, all of them where they are no more than the sample."""
+    rank_error: float
+    """By such a share of the count the ranks of the quantiles may be off; 0 if they are exact."""
     top_rows: Tensor | None
     """The rows with the largest values, ``(channels, k)``, best first; a row counts by its largest position."""
     top_values: Tensor | None
@@ -43,103 +45,64 @@ def statistics(
     covariance: bool = False,
     quantiles: Sequence[float] = (),
     top: int = 0,
-    sample: int = _SAMPLE,
+    resolution: int = RESOLUTION,
 ) -> Statistics:
-    """One pass over a site. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last."""
+    """One pass over a site. ``channel`` is the channel dim of a row: the first of ``(C, H, W)``, else the last.
+
+    Quantiles are exact for up to ``resolution`` positions; of more, ``rank_error`` says how far ranks may be off.
+    """
     values = features[site]
     if 0 in values.spec.shape:
         raise ExtractError(f"{site!r}: rows of shape {values.spec.shape} hold no values.")
-    running = _Running(covariance, bool(quantiles), top, sample)
+    running = Running("channel", covariance=covariance, top=top, resolution=resolution if quantiles else 0)
     dims = len(values.spec.shape) + values.spec.ragged
     channel = (0 if dims == 3 else dims - 1) if channel is None else channel % max(1, dims)
     skipped = set(features.skipped)
     for first, block in values.blocks():
         # Rows that were skipped hold NaN or zeros, and would spoil every number.
         rows = [i for i in range(len(block)) if first + i not in skipped]
-        numbers = torch.tensor([first + i for i in rows])
+        numbers = torch.tensor([first + i for i in rows], dtype=torch.int64)
         if isinstance(block, Tensor):
             chosen = block if len(rows) == len(block) else block[rows]
-            for start in range(0, len(chosen), 1024):  # in parts: a shard in double would be large
-                part = chosen[start : start + 1024].double()
+            for start in range(0, len(chosen), 1024):  # in parts: a shard whose channels move would be copied whole
+                part = chosen[start : start + 1024]
                 part = part[:, None] if part.dim() == 1 else part.movedim(channel + 1, -1)
-                running.add(part.reshape(len(part), -1, part.shape[-1]), numbers[start : start + 1024])
+                _add(running, part.reshape(len(part), -1, part.shape[-1]), numbers[start : start + 1024])
         else:
-            for i, number in zip(rows, numbers, strict=True):
-                if len(block[i]):
-                    row = block[i].double()
-                    row = row[:, None] if row.dim() == 1 else row.movedim(channel, -1)
-                    running.add(row.reshape(1, -1, row.shape[-1]), number[None])
+            _add_ragged(running, [block[i] for i in rows], numbers, channel)
     if running.moments is None:
         raise ExtractError(f"{site!r}: no row has features.")
-    return running.result(running.moments, quantiles)
+    return _result(running, quantiles)
 
 
-class _Running:
-    """What is known so far. Blocks are ``(rows, positions, channels)``."""
+def _add(running: Running, block: Tensor, rows: Tensor) -> None:
+    """Take a block of ``(rows, positions, channels)``."""
+    positions = torch.arange(block.shape[1])
+    tokens = block.reshape(-1, block.shape[-1])
+    running.add(Block(tokens, rows.repeat_interleave(len(positions)), positions.repeat(len(rows))))
 
-    def __init__(self, covariance: bool, quantiles: bool, top: int, sample: int) -> None:
-        self.covariance, self.quantiles, self.top, self.sample = covariance, quantiles, top, sample
-        self.moments: Moments | None = None
-        self.min: Any = None
-        self.max: Any = None
-        self.kept: Tensor | None = None
-        self.keys = torch.empty(0)
-        # Its own: the same store gives the same quantiles, and the process's random numbers are left alone.
-        self.generator = torch.Generator().manual_seed(0)
-        self.top_values: Tensor | None = None
-        self.top_rows: Tensor | None = None
 
-    def add(self, block: Tensor, rows: Tensor) -> None:
-        flat = block.reshape(-1, block.shape[-1])
-        if not len(flat):
-            return
-        mean = flat.mean(0)
-        # Around the block's own mean: plain sums of squares would cancel where a mean is large.
-        centred = flat - mean
-        squares = centred.T @ centred if self.covariance else (centred * centred).sum(0)
-        moments = Moments(len(flat), mean, squares)
-        self.moments = moments if self.moments is None else merged([self.moments, moments])
-        low, high = flat.amin(0), flat.amax(0)
-        self.min = low if self.min is None else torch.minimum(self.min, low)
-        self.max = high if self.max is None else torch.maximum(self.max, high)
-        if self.quantiles:
-            self._sample(flat)
-        if self.top:
-            self._top(block.amax(1), rows)
+def _add_ragged(running: Running, rows: list[Tensor], numbers: Tensor, channel: int) -> None:
+    flat = [row[:, None] if row.dim() == 1 else row.movedim(channel, -1).flatten(0, -2) for row in rows]
+    counts = torch.tensor([len(row) for row in flat], dtype=torch.int64)
+    if int(counts.sum()):
+        positions = torch.cat([torch.arange(len(row)) for row in flat])
+        filled = [row for row in flat if len(row)]  # an empty row has lost its channels
+        running.add(Block(torch.cat(filled), numbers.repeat_interleave(counts), positions))
 
-    def _sample(self, flat: Tensor) -> None:
-        """Every position draws a number; those with the smallest numbers stay: a uniform sample of any length."""
-        keys = torch.rand(len(flat), generator=self.generator)
-        kept = flat if self.kept is None else torch.cat([self.kept, flat])
-        keys = torch.cat([self.keys, keys])
-        if len(keys) > self.sample:
-            keys, chosen = keys.topk(self.sample, largest=False)
-            kept = kept[chosen]
-        self.kept, self.keys = kept, keys
 
-    def _top(self, best: Tensor, rows: Tensor) -> None:
-        values, numbers = best.T, rows.expand(best.shape[1], -1)
-        if self.top_values is not None and self.top_rows is not None:
-            values = torch.cat([self.top_values, values], 1)
-            numbers = torch.cat([self.top_rows, numbers], 1)
-        self.top_values, order = values.topk(min(self.top, values.shape[1]), dim=1)  # there may not be so many rows yet
-        self.top_rows = numbers.gather(1, order)
-
-    def result(self, moments: Moments, quantiles: Sequence[float]) -> Statistics:
-        unbiased = moments.squares / max(1, moments.size - 1)
-        variance = unbiased.diagonal() if self.covariance else unbiased
-        found = {}
-        if self.kept is not None:
-            for q in quantiles:
-                found[q] = self.kept.quantile(q, dim=0)
-        return Statistics(
-            moments.size,
-            moments.mean,
-            variance.sqrt(),
-            self.min,
-            self.max,
-            unbiased if self.covariance else None,
-            found,
-            self.top_rows,
-            self.top_values,
-        )
+def _result(running: Running, quantiles: Sequence[float]) -> Statistics:
+    assert running.moments is not None
+    return Statistics(
+        running.moments.size,
+        running.mean,
+        running.variance().sqrt(),
+        running.min,
+        running.max,
+        running.kurtosis(),
+        running.matrix(),
+        {q: running.quantile(q) for q in quantiles},
+        running.rank_error,
+        None if running.top is None else running.top.rows,
+        None if running.top is None else running.top.values,
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchhook._values import tree
-from torchhook._values.padding import Masks, as_mask
+from torchhook._values.padding import Known, Masks, as_mask
 from torchhook._values.tree import Inputs
 
 _REAL = "attention_mask"
@@ -134,6 +136,73 @@ def _mask(name: str, value: Tensor, plain: bool) -> Tensor | None:
         # Floats that are zero throughout are to be added to scores: they take nothing away.
         return mask if mask is not None and (not value.is_floating_point() or bool(mask.any())) else None
     return None
+
+
+# -- the call that runs now ----------------------------------------------------------------------------
+
+
+class CallPadding(threading.local):
+    """The padding of the model's call that runs now, in each thread; looked for when a transform asks."""
+
+    def __init__(self, parameters: Sequence[str]) -> None:
+        self.parameters = parameters
+        self.end()
+
+    def begin(self, value: Any) -> None:
+        """The model is called with this: its one argument, or ``Inputs``."""
+        self._call: Inputs | None = value if isinstance(value, Inputs) else Inputs((value,), {})
+        self._masks: CallMasks | None = None
+
+    def end(self, *_: Any) -> None:
+        """The call is over: what passes a part of the model now belongs to no call of it."""
+        self._call = self._masks = None
+
+    def of(self, path: str) -> Known | None:
+        """What is known for a module; ``None`` outside of calls."""
+        return None if self._call is None else _OfCall(functools.partial(self.masks, path))
+
+    def masks(self, path: str) -> Masks | None:
+        """The masks that are about a module, if any of them marks padding."""
+        if self._masks is None:
+            assert self._call is not None
+            self._masks = masks_in(self._call, self.parameters)
+        found = self._masks.of_site(path)
+        if found is None or all(bool(mask.all()) for _, mask in found.masks):
+            return None
+        return Masks((*found.masks, *self._of_last(found)))
+
+    def _of_last(self, found: Masks) -> Iterator[tuple[str, Tensor]]:
+        """With a cache, a mask is about all positions so far, and the values about the last of them."""
+        widths = {t.shape[1] for t in _with_rows(self._call or Inputs((), {})) if t.dim() in (2, 3)}
+        for name, mask in found.masks:
+            for width in widths:
+                if 1 < width < mask.shape[1]:
+                    yield f"{name}, of its last {width} positions", mask[:, -width:]
+
+
+class _OfCall:
+    """As ``Masks``, for who captures whatever there is: what has other rows, or one position, has no padding here."""
+
+    def __init__(self, find: Callable[[], Masks | None]) -> None:
+        self._find = find
+
+    @functools.cached_property
+    def _masks(self) -> Masks | None:
+        return self._find()
+
+    def fits(self, rows: int, width: int) -> bool:
+        return self._masks is not None and self._masks.fits(rows, width)
+
+    def at(self, rows: int, width: int) -> Tensor | None:
+        masks = self._masks
+        if masks is None or width == 1:  # one position: the one that a cache lacks, which is real
+            return None
+        about = any(mask.shape[0] == rows or mask.shape == (width, rows) for _, mask in masks.masks)
+        # A table of positions, or what belongs to no row of the batch, has no padding.
+        return masks.at(rows, width) if about else None
+
+    def sliced(self, positions: slice) -> Known:
+        return self if self._masks is None else _OfCall(functools.partial(self._masks.sliced, positions))
 
 
 # -- rows that look padded -----------------------------------------------------------------------------

@@ -27,11 +27,15 @@ _DOUBLED = 1 << 22  # the doubles of a large tensor would need twice its memory
 class Moments(NamedTuple):
     """The mean of so many values and how they are spread: numbers, or tensors with one number for each channel."""
 
-    size: int
+    size: Any
+    """How many values; a tensor where channels have different numbers of them."""
     mean: Any
     squares: Any
     """The sum of squared distances from the mean: from zero, a large mean would leave nothing of them. For channels
     also a matrix, of products of two of them."""
+    cubes: Any = None
+    fourths: Any = None
+    """The sums of third and fourth powers of these distances, where they are wanted."""
 
     @property
     def std(self) -> float:
@@ -46,18 +50,39 @@ def merged(parts: Sequence[Moments]) -> Moments:
     """The moments of several values taken together, by the parallel formula of Chan et al.
 
     >>> merged([Moments(2, 1.0, 2.0), Moments(1, 4.0, 0.0)])
-    Moments(size=3, mean=2.0, squares=8.0)
+    Moments(size=3, mean=2.0, squares=8.0, cubes=None, fourths=None)
     """
     if len(parts) == 1:
         return parts[0]
     size = sum(part.size for part in parts)
-    mean = sum(part.mean * part.size for part in parts) / size
+    mean = sum(part.mean * part.size for part in parts) / at_least_one(size)
     squares = [part.squares for part in parts]
     squares += [_squared(part.mean - mean, part.size, part.squares) for part in parts]
-    return Moments(size, mean, functools.reduce(operator.add, squares))
+    whole = Moments(size, mean, functools.reduce(operator.add, squares))
+    if parts[0].cubes is None:
+        return whole
+    cubes, fourths = zip(*(seen_from(part, part.mean - mean) for part in parts), strict=True)
+    return whole._replace(cubes=sum(cubes), fourths=sum(fourths))
 
 
-def _squared(gap: Any, times: int, like: Any) -> Any:
+def seen_from(part: Moments, gap: Any) -> tuple[Any, Any]:
+    """The third and fourth moments of values around another mean, by so much below their own (Pébay 2008).
+
+    >>> seen_from(Moments(2, 3.0, 2.0, 0.0, 2.0), 1.0)  # of 2 and 4, around 2
+    (8.0, 16.0)
+    """
+    matrix = isinstance(part.squares, Tensor) and part.squares.dim() == 2
+    own, square = part.squares.diagonal() if matrix else part.squares, gap * gap
+    cubes = part.cubes + 3 * gap * own + part.size * gap * square
+    return cubes, part.fourths + 4 * gap * part.cubes + 6 * square * own + part.size * square * square
+
+
+def at_least_one(size: Any) -> Any:
+    """A number to divide by: channels without a value have a sum of zero, and so a mean of zero."""
+    return size.clamp(min=1) if isinstance(size, Tensor) else size
+
+
+def _squared(gap: Any, times: Any, like: Any) -> Any:
     is_matrix = isinstance(like, Tensor) and like.dim() == 2
     return torch.outer(times * gap, gap) if is_matrix else times * gap * gap
 
@@ -73,7 +98,7 @@ def exact(values: Tensor) -> Moments:
     """The moments of all values in double precision, as numbers; of none, there are none to take.
 
     >>> exact(torch.tensor([1.0, 3.0]))
-    Moments(size=2, mean=2.0, squares=2.0)
+    Moments(size=2, mean=2.0, squares=2.0, cubes=None, fourths=None)
     """
     wide = (piece.to(widest(values.device)) for piece in values.reshape(-1).split(_DOUBLED))
     return merged([Moments(len(p), float(p.mean()), float(p.var(correction=0)) * len(p)) for p in wide])

@@ -212,6 +212,13 @@ def known() -> Known | None:
     return None if compiler.in_trace() else _known.get()
 
 
+def afterwards(transform: Any, padding: Known | None) -> Known | None:
+    """What is known of the padding of what a transform returns; a function of the user's may leave it where it was."""
+    after = getattr(transform, "afterwards", None)
+    found: Known | None = padding if after is None else after(padding)
+    return found
+
+
 def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | None:
     """Which elements to take in where ``dims`` are reduced, in a shape that fits ``tensor``; ``None`` for all.
 

@@ -1,0 +1,101 @@
+"""A stream of tokens beside the forward passes alone, over the same loader.
+
+    python benchmarks/stream.py [--rounds 5] [--device cuda] [--size small]
+
+Each takes its turn over the same rows, in one process; the ratio is what counts: the tokens of a second that a stream
+gives, in units of those that the model alone computes. The model stops after the last site, for all of them; ``whole``
+is the model without that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import import_transformers
+from timing import ratios
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchhook as th
+from torchhook._recording.tables import Table
+
+SIZES = {
+    "tiny": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+    "small": {"n_embd": 768, "n_layer": 12, "n_head": 12},
+    "medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
+}
+
+
+def gpt2(size: str, device: str) -> Any:
+    transformers = import_transformers()
+    torch.manual_seed(0)
+    return transformers.GPT2Model(transformers.GPT2Config(**SIZES[size])).eval().to(device)
+
+
+class Stop(BaseException):
+    pass
+
+
+def alone(model: Any, loader: Any, device: str, stop_at: Any = None) -> Callable[[], None]:
+    """The forward passes and nothing else, by hand."""
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    def run() -> None:
+        handle = None if stop_at is None else stop_at.register_forward_hook(stop)
+        with torch.no_grad():
+            for (ids,) in loader:
+                with contextlib.suppress(Stop):
+                    model(ids.to(device, non_blocking=True))
+        if handle is not None:
+            handle.remove()
+
+    return run
+
+
+def streamed(model: Any, loader: Any, sites: list[str], **options: Any) -> Callable[[], None]:
+    def run() -> None:
+        for _ in th.stream(model, loader, sites, **options):
+            pass
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", default="", choices=["", *SIZES])
+    parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=128)
+    chosen = parser.parse_args()
+    cuda = chosen.device.startswith("cuda")
+    size, rows = chosen.size or ("medium" if cuda else "tiny"), chosen.rows or (2048 if cuda else 128)
+    model = gpt2(size, chosen.device)
+    ids = torch.randint(0, 50257, (rows, chosen.tokens))
+    loader: Any = DataLoader(TensorDataset(ids), batch_size=32, pin_memory=cuda)
+    last = len(model.h) - 1
+    options = {"buffer": max(4096, rows * chosen.tokens // 4), "batch": 1024}
+    contestants = {
+        "forward, to the last site": alone(model, loader, chosen.device, model.h[last]),
+        "forward, whole": alone(model, loader, chosen.device),
+        "stream, one site": streamed(model, loader, [f"h.{last}"], **options),
+        "stream, four sites": streamed(model, loader, [f"h.{i}" for i in range(last - 3, last + 1)], **options),
+        "stream, one site, to the host": streamed(model, loader, [f"h.{last}"], device="cpu", **options),
+    }
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    # On the host everything is computed in this process, whose own time others do not disturb.
+    found = ratios(contestants, chosen.rounds, 1, wait=wait, clock=time.perf_counter if cuda else time.process_time)
+    cells = [
+        [name, f"{1 / one.median:.2f}", f"{rows * chosen.tokens / one.seconds:,.0f}"] for name, one in found.items()
+    ]
+    print(Table(f"GPT-2 {size} on {chosen.device}", ["", ">of the forward", ">tokens/s"], cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Which tokens of a value are taken: those that are neither padding nor special, and where each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._extract.fill import check_number_of_rows
+from torchhook._features.api import shown
+from torchhook._values import padding, tree
+from torchhook._values.running import Block
+from torchhook._values.tree import Inputs
+from torchhook.errors import ExtractError, TransformError
+from torchhook.transforms import Rows
+
+Drop = bool | Collection[int]
+"""Special tokens to leave out: ``True`` for those that the model's configuration names, or their ids."""
+
+_NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
+
+
+def special_ids(model: nn.Module, drop: Drop) -> frozenset[int]:
+    """The ids of tokens that are left out."""
+    if drop is False:
+        return frozenset()
+    if drop is not True:
+        return frozenset(int(number) for number in drop)
+    named = {name: _named_ids(model, name) for name in _NAMES}
+    # BERT's configuration knows its padding alone: then the special tokens would stay in, and nobody would know.
+    if not any(ids for name, ids in named.items() if name != "pad"):
+        raise ExtractError(
+            "drop_special=True: the model's configuration names no special tokens but padding. Give their ids: "
+            "drop_special=tokenizer.all_special_ids."
+        )
+    return frozenset().union(*named.values())
+
+
+def _named_ids(model: nn.Module, name: str) -> frozenset[int]:
+    configs = (getattr(model, "config", None), getattr(model, "generation_config", None))
+    told = [getattr(config, f"{name}_token_id", None) for config in configs]
+    flat = [one for ids in told for one in (ids if isinstance(ids, (list, tuple)) else [ids])]
+    return frozenset(int(one) for one in flat if one is not None)
+
+
+class TokenChoice:
+    """The tokens of the values of one batch.
+
+    ``maps`` says that values may be maps ``(N, C, H, W)``, whose tokens are pixels; ``channel`` is the dim of a row
+    that holds the numbers of a token, where that is not the last, or the first of a map.
+    """
+
+    def __init__(
+        self, call: Inputs, rows: int, start: int, special: frozenset[int], channel: int | None, maps: bool
+    ) -> None:
+        self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
+        self.special = torch.tensor(sorted(special)) if special else None
+        self.ids = _token_ids(call) if special else {}
+
+    def __call__(self, name: str, value: Tensor | Rows) -> Block:
+        """The tokens of a value, a view of it where all are taken, with their rows in the data and positions."""
+        try:
+            if isinstance(value, Rows):
+                return self._of_rows(name, value)
+            tokens, width = self._flat(name, value)
+            mask = self._mask(value, width)
+        except TransformError as error:
+            raise ExtractError(f"{shown(name)!r}: {error} With lengths=False, all positions are taken.") from error
+        wanted = self._wanted(name, width, mask)
+        times = len(tokens) // (self.rows * width) if width else 1  # several of one position: its heads
+        positions = torch.arange(width).expand(self.rows, -1) if mask is None else mask.cumsum(1) - 1
+        rows = torch.arange(self.start, self.start + self.rows)[:, None].expand(-1, width)
+        if wanted is None:
+            return Block(tokens, *(part.reshape(-1).repeat_interleave(times) for part in (rows, positions)))
+        # Counted on the host: indexing by a mask would make it wait until the GPU has counted.
+        places = wanted.repeat_interleave(times, 1).reshape(-1).nonzero().squeeze(1)
+        chosen = tokens.index_select(0, places.to(tokens.device, non_blocking=True))
+        return Block(chosen, *(part.repeat_interleave(times, 1).reshape(-1)[places] for part in (rows, positions)))
+
+    def _flat(self, name: str, value: Tensor) -> tuple[Tensor, int]:
+        """All tokens ``(n, channels)``, row by row, and how many positions a row has."""
+        if value.dim() < 3:
+            if value.dim() == 2 and len(value) != self.rows and self.rows and len(value) % self.rows == 0:
+                return value, len(value) // self.rows  # rows and positions in one dim, as routers of experts have them
+            check_number_of_rows(name, value, self.rows)
+            return value[:, None] if value.dim() == 1 else value, 1
+        check_number_of_rows(name, value, self.rows)
+        if value.dim() > 3 and not self.maps:
+            raise ExtractError(
+                f"{shown(name)!r}: a value of shape {tuple(value.shape)} is no rows of tokens (N, T, D). Say with a "
+                "transform what its tokens are: of a map, lambda v: v.flatten(2).transpose(1, 2); of heads, "
+                "lambda v: v.flatten(2). Of several tensors, transforms.pick chooses one."
+            )
+        channel = self._channel(value)
+        last = value if channel == value.dim() - 1 else value.movedim(channel, -1)
+        tokens = last.reshape(-1, last.shape[-1])
+        # Of (N, T, heads, D), the heads of a token are at one position; the pixels of a map have each their own.
+        known = padding.known()
+        by_time = known is not None and channel != 1 and known.fits(self.rows, value.shape[1])
+        return tokens, value.shape[1] if by_time or (value.dim() == 3 and channel == 2) else len(tokens) // self.rows
+
+    def _channel(self, value: Tensor) -> int:
+        if self.channel is not None:
+            dims = value.dim() - 1
+            if not -dims <= self.channel < dims:
+                raise ValueError(f"channel={self.channel}: a row has the shape {tuple(value.shape[1:])}.")
+            return self.channel % dims + 1
+        known = padding.known()
+        is_map = value.dim() == 4 and not (known is not None and known.fits(self.rows, value.shape[1]))
+        return 1 if is_map else value.dim() - 1
+
+    def _mask(self, value: Tensor, width: int) -> Tensor | None:
+        known = padding.known()
+        if known is None or value.dim() < 2 or (value.dim() == 2 and width == 1):
+            return None
+        return known.at(self.rows, width)
+
+    def _wanted(self, name: str, width: int, mask: Tensor | None) -> Tensor | None:
+        """Which positions are taken, ``(rows, width)``; ``None`` for all."""
+        # What has one value for each row was made of all its tokens: none of them can be left out of it any more.
+        if self.special is None or width == 1:
+            return mask
+        ids = self._ids_of(name, width)
+        plain = ~torch.isin(ids, self.special)
+        return plain if mask is None else plain & mask
+
+    def _ids_of(self, name: str, width: int) -> Tensor:
+        chosen = self._named(name)
+        if chosen is None or chosen.shape != (self.rows, width):
+            found = "none" if chosen is None else f"of shape {tuple(chosen.shape)}"
+            raise ExtractError(
+                f"{shown(name)!r}: drop_special= needs the token ids of {self.rows} rows of {width} positions, found "
+                f"{found} in what the model is called with. Leave such tokens out with lengths= (a mask) instead."
+            )
+        return chosen
+
+    def _named(self, name: str) -> Tensor | None:
+        of_decoder = "decoder" in name.split(".") and "decoder_input_ids" in self.ids
+        own = "decoder_input_ids" if of_decoder else "input_ids"
+        return self.ids.get(own, next(iter(self.ids.values()), None))
+
+    def _of_rows(self, name: str, value: Rows) -> Block:
+        check_number_of_rows(name, value, self.rows)
+        if self.special is not None:
+            raise ExtractError(f"{shown(name)!r}: rows of the transform's own making have no token ids to drop by.")
+        rows = [row[:, None] if row.dim() == 1 else row.reshape(-1, row.shape[-1]) for row in value]
+        lengths = torch.tensor([len(row) for row in rows])
+        numbers = torch.arange(self.start, self.start + self.rows).repeat_interleave(lengths)
+        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        return Block(torch.cat(rows), numbers, positions)
+
+
+def _token_ids(call: Inputs) -> dict[str, Tensor]:
+    """The token ids that a model is called with, by their names; without such a name, the first that may be ids."""
+    named = [call.kwargs, *(part for part in call.args if isinstance(part, Mapping))]
+    found = {name: part[name] for part in named for name in _IDS if _may_be_ids(part.get(name))}
+    if not found:
+        first = next((tensor for tensor in tree.tensors(call) if _may_be_ids(tensor)), None)
+        found = {} if first is None else {_IDS[0]: first}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+_IDS = ("input_ids", "decoder_input_ids")
+
+
+def _may_be_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_nested
