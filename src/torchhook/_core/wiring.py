@@ -23,7 +23,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table, counted
 from torchhook._torch import graph_task
-from torchhook._torch_hooks import Undo
+from torchhook._torch.hooks import Undo
 from torchhook._values.call_masks import CallPadding
 from torchhook.errors import SelectorError, SessionError
 

@@ -22,9 +22,11 @@ from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
 from torchhook._watch.alarms import Alarm, Alarms
 from torchhook._watch.callbacks import WatchedFit
-from torchhook._watch.engine import Engine, Snapshot, Watched
+from torchhook._watch.engine import Engine
 from torchhook._watch.sinks import sinks
+from torchhook._watch.snapshot import Snapshot
 from torchhook._watch.statistics import DEFAULT, STATISTICS
+from torchhook._watch.watched import Watched
 from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
 
 __all__ = ["Alarm", "Alarms", "Snapshot", "Watch", "watch"]
