@@ -38,6 +38,7 @@ from torchhook._guard.api import guard
 from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
+from torchhook._roles.api import roles
 from torchhook._sweep import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
@@ -72,6 +73,7 @@ __all__ = [
     "ops",
     "plot",
     "report",
+    "roles",
     "rollout",
     "run",
     "sweep",

@@ -14,6 +14,8 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Site
+from torchhook._values import tree
+from torchhook.errors import SelectorError
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -41,6 +43,21 @@ def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
             look(value, call)
 
     return look_at_one
+
+
+def of_leaf(site: Site, look: Look) -> Look:
+    """Looks at the one part of a value that a site names."""
+    if not site.leaf:
+        return look
+
+    def look_at_leaf(value: Any, call: int) -> None:
+        try:
+            part = tree.get(value, site.leaf)
+        except KeyError as error:
+            raise SelectorError(f"{site.shown!r}: {error.args[0]}.") from None
+        look(part, call)
+
+    return look_at_leaf
 
 
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:

@@ -92,10 +92,12 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, edits.adapt(edit)), self._seen))
+        change = edits.at(site.leaf, edit) if site.leaf else edits.adapt(edit)
+        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
+        look = passing.of_leaf(target.site, look)
         self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -120,7 +122,7 @@ class Session:
             tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
             if units:
                 recorder = passing.checked(units.checked(site), recorder)
-            recorder = passing.only_look(site, recorder, self._seen)
+            recorder = passing.only_look(site, passing.of_leaf(site, recorder), self._seen)
             if before_edits:
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:

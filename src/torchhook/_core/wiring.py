@@ -99,7 +99,7 @@ class Taps:
     def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int]) -> bool:
         """Have what passes a target kept, where a tap that does nothing else will do."""
         site, module, tensor = target
-        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
+        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None or site.leaf:
             return False
         if id(module) in self._outputs or site in self.targets:
             return False

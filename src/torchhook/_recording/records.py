@@ -365,8 +365,10 @@ def _listed(sites: list[Site]) -> str:
 
 
 def _plain(site: Site) -> list[Any]:
-    # Its parts, not its text: a module's name may look like an address.
-    return [site.path, site.op, site.port]
+    # Its parts, not its text: a module's name may look like an address. A standard name needs no model to be read by.
+    if site.role:
+        return [site.role, None, "grad" if site.port == "grad_input" else site.port if "grad" in site.port else "output"]
+    return [site.path, site.op, f"{site.port}.{site.leaf}" if site.leaf else site.port]
 
 
 def load(path: str | os.PathLike[str]) -> Recording:
@@ -386,5 +388,6 @@ def load(path: str | os.PathLike[str]) -> Recording:
         recording.stopped = about.get("stopped", "")  # older files do not say
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
-            recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
+            port, _, leaf = port.partition(".")
+            recording.opened(Site(place, op, None, port, leaf)).append((call, next(recording.order), value))
     return recording

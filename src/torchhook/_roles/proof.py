@@ -1,0 +1,117 @@
+"""Trying every claim: on several inputs, and while each named value is changed on its way.
+
+A place may hold the right value without being the right place: a copy that nothing is made of. So values are moved at
+the very sites that a user will read and edit, and what must follow from the moved value has to follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._core import calling
+from torchhook._core.index import Index
+from torchhook._core.keep import Keep
+from torchhook._core.select import resolve
+from torchhook._core.session import Session
+from torchhook._recording.address import Site
+from torchhook._roles.claims import Claim, Values
+from torchhook._values.tree import Inputs
+
+Edit = Callable[[Tensor], Tensor]
+
+
+class Judge:
+    """Runs a model on probes, and keeps what was shown to be wrong."""
+
+    def __init__(
+        self, model: nn.Module, probes: list[Inputs], restore: Callable[[], None], sites: Mapping[str, Site]
+    ) -> None:
+        self._model, self._probes, self._restore = model, probes, restore
+        self._index = Index(model)
+        self._sites = sites
+        self.wrong: dict[str, str] = {}
+        """Names that are refused, each with what was tried and what came of it."""
+        self.tried: set[str] = set()
+        """Names for which something was shown to hold."""
+
+    def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
+        """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
+        for probe in self._probes:
+            values = self._run(probe, claims, {})
+            for claim in claims:
+                why = _tested(claim, values)
+                names = [*claim.inputs, *claim.results]
+                self.tried.update(names)
+                for name in names:
+                    if why is not None and not spared(name):
+                        self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
+
+    def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
+        """Try the claims that these names go into, while their values are changed."""
+        names = [name for name in names if name not in self.wrong]
+        edited = set(names)
+        tried = [c for c in claims if edited & set(c.inputs) and not edited & set(c.results)]
+        if not tried:
+            return
+        changes = {self._sites[name]: (edit or _moved)(name) for name in names}
+        values = self._run(self._probes[0], tried, changes)
+        for claim in tried:
+            why = _tested(claim, values)
+            for name in edited & set(claim.inputs):
+                if why is not None:
+                    site = self._sites[name].shown
+                    self.wrong.setdefault(name, f"when {site} is changed, {claim.text} does not hold: {why}.")
+
+    def _run(self, probe: Inputs, claims: list[Claim], edits: Mapping[Site, Edit]) -> Values:
+        self._restore()
+        session = Session(self._model, index=self._index, warn=False)
+        for site, edit in edits.items():
+            for target in resolve(self._index, site):
+                session.edit(target, edit)
+        needed = list(dict.fromkeys(site for claim in claims for site in claim.needs))
+        session.record(resolve(self._index, needed), Keep())
+        with session as recording:
+            calling.call(self._model, probe)
+        return {site: _value(recording, site) for site in needed}
+
+
+def _value(recording: Any, site: Site) -> Any:
+    values = recording.all(site) if site in recording else []
+    return values[0] if len(values) == 1 else None
+
+
+def _tested(claim: Claim, values: Values) -> str | None:
+    missing = [site.shown for site in claim.needs if values[site] is None]
+    if missing:
+        return f"{missing[0]} did not run exactly once"
+    try:
+        return claim.holds(values)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # shapes that do not go together
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _moved(name: str) -> Edit:
+    seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
+
+    def move(value: Tensor) -> Tensor:
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+        size = value.double().square().mean().sqrt().clamp_min(1e-3).item()
+        return value + (noise * size).to(value.device, value.dtype)
+
+    return move
+
+
+def forced(expert: int) -> Edit:
+    """Scores that leave no doubt which expert is meant."""
+
+    def force(value: Tensor) -> Tensor:
+        scores = torch.full_like(value, -20.0)
+        scores[..., expert] = 20.0
+        return scores
+
+    return force
