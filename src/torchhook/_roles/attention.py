@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from torchhook._roles.trace import Node, Token, Trace
 
 _PRODUCTS = frozenset({"matmul", "bmm"})
 # From scores to the softmax, and from there to the product with the values.
-_BETWEEN = frozenset({"add", "add_", "iadd", "mul", "mul_", "div", "truediv", "masked_fill", "where", "tanh"})
+_BETWEEN = frozenset({"add", "add_", "iadd", "mul", "mul_", "div", "truediv", "masked_fill", "where", "tanh", "max", "maximum", "clamp"})
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,13 +70,14 @@ def _fused(node: Node, found: Attention) -> None:
 
 def _eager(reader: Reader, branch: Branch, node: Node, found: Attention) -> None:
     trace = reader.trace
-    found.sites["pattern"] = node.site()
     after = _taken_by(trace, branch, node.made()[0])
     if after is None or after.name not in _PRODUCTS:
         why = f"the result of {node.path}/{node.name} does not go into a product with the values"
-        found.refused |= dict.fromkeys("qkv", f"{why}, but {'nowhere' if after is None else f'into {after.name}'}.")
+        why = f"{why}, but {'nowhere' if after is None else f'into {after.name}'}."
+        found.refused |= dict.fromkeys(("q", "k", "v", "pattern"), why)
         return
     found.call = after.site()
+    found.sites["pattern"] = node.site()
     found.sites["v"] = after.site("input", "args.1")
     scores = _scores(reader, node)
     if scores is None:
@@ -90,14 +92,28 @@ def _eager(reader: Reader, branch: Branch, node: Node, found: Attention) -> None
         found.sites["k"] = turned.site("input", turned.inputs[0][0])
 
 
-def _taken_by(trace: Trace, branch: Branch, token: Token) -> Node | None:
+def crosses(reader: Reader, branch: Branch) -> bool | None:
+    """Whether attention looks at something else than the stream: its values are not made from it."""
+    node = branch.attends
+    assert node is not None
+    if node.name in FUSED:
+        found = [token for leaf, token in node.inputs if leaf in ("args.2", "kwargs.value")]
+    else:
+        # Also past a part of it: a sink is a column that is cut off after the softmax.
+        product = _taken_by(reader.trace, branch, node.made()[0], VIEWS | {"getitem"})
+        found = [token for leaf, token in product.inputs if leaf == "args.1"] if product is not None else []
+        node = node if product is None else product
+    return not reader.branch(found[0], node).reads if found else None
+
+
+def _taken_by(trace: Trace, branch: Branch, token: Token, views: frozenset[str] = VIEWS) -> Node | None:
     """The next call that does more with a tensor than to look at it otherwise, or to drop parts of it."""
     calls = {id(node) for node in branch.calls}
     for _ in range(8):
         nexts = [n for n in trace.takers.get(token, ()) if n.op is not None and id(n) in calls]
         if not nexts:
             return None
-        if nexts[0].name not in VIEWS and not nexts[0].name.startswith("dropout"):
+        if nexts[0].name not in views and not nexts[0].name.startswith("dropout"):
             return nexts[0]
         token = nexts[0].made()[0]
     return None
@@ -114,8 +130,17 @@ def _scores(reader: Reader, node: Node) -> Node | None:
             return origin if origin.inputs[0][0] == "args.0" and len(origin.inputs) == 2 else None
         if origin.name not in _BETWEEN:
             return None
-        token, before = origin.inputs[0][1], origin.start
+        # Not always the first: where(mask, scores, -inf).
+        same = [t for t in origin.taken() if t in reader.trace.floating and _scored(reader.trace, t, node)]
+        if not same:
+            return None
+        token, before = same[0], origin.start
     return None
+
+
+def _scored(trace: Trace, token: Token, softmax: Node) -> bool:
+    """Whether a tensor may hold the scores: it is as large as the pattern."""
+    return math.prod(trace.shapes[token]) == math.prod(trace.shapes[softmax.made()[0]])
 
 
 def _projection(reader: Reader, branch: Branch, found: Attention) -> None:

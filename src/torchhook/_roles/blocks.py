@@ -31,11 +31,12 @@ class BlockNames:
             return
         self._outside()
         branches = [(step, branch) for step in steps for branch in step.branches]
-        kinds = [_kind(reader, branch) for _, branch in branches]
+        kinds = _kinds(reader, [branch for _, branch in branches])
         names = self._stream(reader, steps, kinds)
         for kind, role in (("attn", "attn_out"), ("cross", "cross_attn_out"), ("mlp", "mlp_out")):
             self._branch(role, [b for (_, b), k in zip(branches, kinds, strict=True) if k == kind], kinds)
         self._sums(steps, names)
+        self._tokenwise(reader, steps, names, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "mlp"])
         self._attention(reader, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "attn"])
         self._experts(reader, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "mlp"])
 
@@ -46,10 +47,11 @@ class BlockNames:
         block, chain, i = self._block, self._chain, self._i
         entry = block.node.site("input", block.taken[0])
         if i:
-            before = chain.blocks[i - 1]
-            pre = before.node.site(leaf=before.made[0])
+            last = chain.blocks[i - 1]
+            pre = last.node.site(leaf=last.made[0])
         else:
-            pre = site_of(self._trace, block.taken[1], first_use(self._trace, block.taken[1])) or entry
+            before = min(first_use(self._trace, block.taken[1]), block.node.start)
+            pre = site_of(self._trace, block.taken[1], before) or entry
         post = block.node.site(leaf=block.made[0])
         self._found.name(self.name("resid_pre"), pre)
         self._found.name(self.name("resid_post"), post)
@@ -99,6 +101,21 @@ class BlockNames:
                 if step.norm is not None:
                     self._post_norm(step, after)
             start, parts = k + 1, []
+
+    def _tokenwise(self, reader: Reader, steps: list[Step], names: list[str], parts: list[Branch]) -> None:
+        """What is called a feed-forward part must look at one token at a time."""
+        name = self.name("mlp_out")
+        if len(parts) != 1 or name not in self._found.sites:
+            return
+        tokens = [reader.root(self._block.taken[1]), *(reader.root(step.after) for step in steps)]
+        before = [n for n, token in zip(names, tokens, strict=True) if n in self._found.sites and token in parts[0].reads]
+        if not before:
+            self._found.refuse(name, "what it is made from is not known, so that nothing shows it to be tokenwise.")
+            return
+        text = f"@{name} is made from each token of @{before[-1]} alone"
+        sites = self._found.sites
+        claim = claims.tokenwise(text, (before[-1], sites[before[-1]]), (name, sites[name]))
+        self._found.tokenwise[name] = (before[-1], claim)
 
     def _post_norm(self, step: Step, after: str) -> None:
         """What stands on the stream must be a norm, and not an activation."""
@@ -186,11 +203,21 @@ class BlockNames:
 
 def _kind(reader: Reader, branch: Branch) -> str:
     if branch.attends is not None:
-        return "cross" if reader.crosses(branch) else "attn"
-    return "mlp" if branch.contractions >= 2 and not _mixes(branch) else "other"
+        crosses = attention.crosses(reader, branch)
+        return "other" if crosses is None else "cross" if crosses else "attn"
+    chooses = any(node.name == "topk" for node in branch.calls)
+    return "mlp" if branch.contractions >= 2 or chooses else "other"
 
 
-# What a feed-forward part never does: it looks along the tokens.
+def _kinds(reader: Reader, branches: list[Branch]) -> list[str]:
+    """What each branch is taken for; whether a feed-forward part is one, its claim decides."""
+    kinds = [_kind(reader, branch) for branch in branches]
+    if kinds.count("mlp") < 2:
+        return kinds
+    return ["other" if k == "mlp" and _mixes(b) else k for k, b in zip(kinds, branches, strict=True)]
+
+
+# What mixers without attention do, and feed-forward parts hardly ever.
 _ALONG_TOKENS = frozenset({"conv1d", "cumsum", "fft", "rfft", "irfft", "scan", "associative_scan", "roll", "cumprod"})
 
 

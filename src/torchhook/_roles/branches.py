@@ -21,7 +21,7 @@ VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "to"}
     | {"type_as", "float", "expand", "swapaxes", "movedim", "view_as", "reshape_as", "clone", "type", "t"}
 )
-_CONTRACTIONS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d"})
+_CONTRACTIONS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"})
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,21 +73,9 @@ class Reader:
         self.stream = stream
         for step in bare:
             (branch,) = step.branches
-            whole = self._branch(branch.token, step.sum)
+            whole = self.branch(branch.token, step.sum)
             step.branches = (self._parts(whole) if len(bare) == 1 else None) or [whole]
         return bare
-
-    def crosses(self, branch: Branch) -> bool:
-        """Whether attention looks at something else than the stream: its keys are not made from it."""
-        node = branch.attends
-        if node is None:
-            return False
-        keys = [token for leaf, token in node.inputs if leaf in ("args.1", "kwargs.key")]
-        if keys:
-            return not self._branch(keys[0], node).reads
-        # The softmax alone does not tell queries from keys: the product that it is taken of does.
-        products = [n for n in branch.calls if n.end < node.start and n.name in ("matmul", "bmm") and len(n.inputs) > 1]
-        return bool(products) and not self._branch(products[-1].inputs[1][1], products[-1]).reads
 
     def _path(self, token: Token, before: int, depth: int) -> list[Step] | None:
         """The steps from the block's input to a tensor."""
@@ -113,7 +101,9 @@ class Reader:
             steps = self._path(stream, origin.start, depth + 1)
             if steps is not None:
                 placeholder = Branch(branch, origin, [], set(), None)
-                return [*steps, Step(stream, [placeholder], origin, None, token)]
+                # The sum itself and not a view of it, which may have another shape.
+                after = token if depth == 0 else origin.made()[0]
+                return [*steps, Step(stream, [placeholder], origin, None, after)]
         return None
 
     def _operands(self, node: Node) -> tuple[Token, Token] | None:
@@ -137,7 +127,7 @@ class Reader:
         """The tensor of which another one is only a view."""
         return seen_as(self.trace, token, before)
 
-    def _branch(self, token: Token, sum_: Node) -> Branch:
+    def branch(self, token: Token, sum_: Node) -> Branch:
         """All calls that a tensor was made by, back to the stream."""
         calls: dict[int, Node] = {}
         reads: set[Token] = set()
@@ -167,7 +157,7 @@ class Reader:
         operands = self._operands(origin)
         if operands is None:
             return None
-        parts = [self._branch(token, origin) for token in operands]
+        parts = [self.branch(token, origin) for token in operands]
         if sum(part.attends is not None for part in parts) != 1:
             return None
         rest = next(part for part in parts if part.attends is None)
@@ -212,8 +202,11 @@ def site_of(trace: Trace, token: Token, before: int) -> Site | None:
 
     A dropout that is only an operation comes after them in training mode, so that it is the place where there is one.
     """
-    makers = [node for node in trace.makers.get(token, ()) if node.end <= before and trace.once(node)]
+    makers = [node for node in trace.makers.get(token, ()) if node.end <= before]
     drops = [node.end for node in makers if node.random]
+    makers = [node for node in makers if trace.once(node)]
+    # Any other module that hands on what it takes (an identity) may stand on a branch, beside the value's own way.
+    makers = [n for n in makers if n.op is not None or token not in n.taken() or any(n.start < e <= n.end for e in drops)]
     makers = [node for node in makers if node.end >= max(drops, default=-1)]
     modules = [(node, leaf) for node in makers if node.op is None for leaf, t in node.outputs if t == token]
     plain = [node for node, leaf in modules if not leaf]

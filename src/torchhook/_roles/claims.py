@@ -58,18 +58,24 @@ def total(
     names, places = tuple(inputs), tuple(inputs.values())
 
     def holds(values: Values) -> str | None:
-        parts = [values[place] for place in places]
+        wanted = values[result[1]]
+        parts = [_laid_out(values[place], wanted) for place in places]
         if len({part.shape for part in parts}) > 1:
             return f"shapes {', '.join(str(tuple(part.shape)) for part in parts)}"
         # In any order: with three parts the model may have added the last two first.
         orders = [parts] if len(parts) == 2 else [[parts[i], parts[j], parts[k]] for i, j, k in _ORDERS]
-        found = [different(through(_summed(order), norm), values[result[1]]) for order in orders]
+        found = [different(through(_summed(order), norm), wanted) for order in orders]
         return None if None in found else found[0]
 
     return Claim(text, names, (result[0],), (*places, result[1]), holds)
 
 
 _ORDERS = ((0, 1, 2), (1, 2, 0), (0, 2, 1))
+
+
+def _laid_out(part: Tensor, like: Tensor) -> Tensor:
+    """Some blocks make one dim of batch and tokens on the way."""
+    return part.reshape(like.shape) if part.numel() == like.numel() and part.shape[-1:] == like.shape[-1:] else part
 
 
 def _summed(parts: list[Tensor]) -> Tensor:
@@ -184,7 +190,10 @@ def weighted(text: str, pattern: tuple[str, Site], v: tuple[str, Site], call: Si
     """The pattern times the values is what the product made."""
 
     def holds(values: Values) -> str | None:
-        return different(values[pattern[1]].to(values[v[1]].dtype) @ values[v[1]], values[call])
+        weights, value = values[pattern[1]].to(values[v[1]].dtype), values[v[1]]
+        if weights.dim() == value.dim() + 1:  # batch and heads are one dim in the product
+            weights = weights.flatten(0, 1)
+        return different(weights @ value, values[call])
 
     return Claim(text, (pattern[0], v[0]), (), (pattern[1], v[1], call), holds)
 
@@ -220,6 +229,19 @@ def scaled(text: str, name: str, site: Site, lookup: Site, weight: Tensor) -> Cl
         return different((rows.double() * factor).to(found.dtype), found)
 
     return Claim(text, (), (name,), (site, lookup), holds)
+
+
+def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> Claim:
+    """Where two tokens of the stream are made equal, a feed-forward part makes the same of both."""
+
+    def holds(values: Values) -> str | None:
+        shape = values[before[1]].shape
+        made = values[result[1]]
+        made = made.reshape(*shape[:2], -1)
+        first, last = made[:, 0], made[:, -1]
+        return different(first, last) or different(first, first[:1].expand_as(first))
+
+    return Claim(text, (before[0],), (result[0],), (before[1], result[1]), holds)
 
 
 def combined(text: str, experts: tuple[str, Site], shared: Site | None, result: tuple[str, Site]) -> Claim:

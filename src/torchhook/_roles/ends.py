@@ -23,15 +23,15 @@ class Ends:
     """Where the logits are in what the model returns."""
 
 
-def embedding(trace: Trace, found: Ends) -> None:
+def embedding(trace: Trace, chain: Chain, found: Ends) -> None:
     """The module that looks up the rows of a matrix by integers that the model was called with."""
     given = {token for token in trace.nodes[-1].taken() if token in trace.integers}
     lookups = [n for n in trace.nodes if n.name == "embedding" and given & {seen_as(trace, t) for t in n.taken()}]
-    lookups.sort(key=lambda node: node.start)
-    # By shape: types of tokens, which are given too, have few rows.
+    lookups = [node for node in lookups if _leads_to(trace, node, chain)]
     if not lookups:
         found.refused["embed"] = "no row of a matrix is looked up by integers that the model is called with."
         return
+    # By rows: types of tokens, which may be given too, have few.
     node = max(lookups, key=lambda n: (_rows(trace, n), -n.start))
     modules = [n for n in trace.modules() if n.module is node.module]
     if len(modules) != 1 or len(modules[0].outputs) != 1 or modules[0].outputs[0][0]:
@@ -39,6 +39,21 @@ def embedding(trace: Trace, found: Ends) -> None:
         found.refused["embed"] = f"{node.path!r}, which looks tokens up, {runs}."
         return
     found.sites["embed"], found.lookup = modules[0].site(), node
+
+
+def _leads_to(trace: Trace, node: Node, chain: Chain) -> bool:
+    """Whether what goes into the first block is made from what a call made."""
+    first = chain.blocks[0]
+    waiting, seen, made = [(first.taken[1], first.node.start)], set[int](), set(node.made())
+    while waiting:
+        token, before = waiting.pop()
+        if token in made:
+            return True
+        origin = trace.origin(token, before)
+        if token not in seen and origin is not None:
+            seen.add(token)
+            waiting += [(t, origin.end) for t in origin.taken()]
+    return False
 
 
 def _rows(trace: Trace, node: Node) -> int:

@@ -35,22 +35,15 @@ def found(model: nn.Module, inputs: Inputs) -> Roles:
 
 def _named(trace: Trace) -> Findings:
     named = Findings()
-    around = ends.Ends()
-    ends.embedding(trace, around)
-    ends.logits(trace, around)
     stacks = chains(trace)
     if not stacks:
         named.refuse("resid_post", "no numbered modules of which each takes what the one before it returned.")
-    _take(named, around, "")
-    if around.lookup is not None:
-        _claim_embedding(named, around)
     for chain in stacks:
+        _claim_embedding(trace, chain, named)
         for i in range(len(chain.blocks)):
             BlockNames(trace, chain, i, named).find()
         _claim_norm(trace, chain, named)
-    if around.result is not None:
-        text = "@logits = what the model returns"
-        named.claim(claims.equal(text, ("logits", around.sites["logits"]), ("", around.result)))
+    _claim_logits(trace, named)
     return named
 
 
@@ -61,14 +54,23 @@ def _take(named: Findings, around: ends.Ends, prefix: str) -> None:
         named.refuse(prefix + kind, why)
 
 
-def _claim_embedding(named: Findings, around: ends.Ends) -> None:
-    node = around.lookup
-    assert node is not None
-    weight = getattr(node.module, "weight", None)
-    if isinstance(weight, torch.Tensor):
-        text = f"@embed = rows of {node.path}.weight"
-        looked_up = node.site("input", node.inputs[0][0] if node.inputs else "")
-        named.claim(claims.scaled(text, "embed", around.sites["embed"], looked_up, weight))
+def _claim_embedding(trace: Trace, chain: Chain, named: Findings) -> None:
+    before, name = ends.Ends(), f"{chain.prefix}embed"
+    ends.embedding(trace, chain, before)
+    _take(named, before, chain.prefix)
+    node = before.lookup
+    if node is not None and isinstance(weight := getattr(node.module, "weight", None), torch.Tensor):
+        looked_up = node.site("input", node.inputs[0][0])
+        named.claim(claims.scaled(f"@{name} = rows of {node.path}.weight", name, named.sites[name], looked_up, weight))
+
+
+def _claim_logits(trace: Trace, named: Findings) -> None:
+    after = ends.Ends()
+    ends.logits(trace, after)
+    _take(named, after, "")
+    if after.result is not None:
+        pair = ("logits", after.sites["logits"]), ("", after.result)
+        named.claim(claims.equal("@logits = what the model returns", *pair))
 
 
 def _claim_norm(trace: Trace, chain: Chain, named: Findings) -> None:
@@ -95,6 +97,7 @@ def _try(judge: Judge, named: Findings) -> None:
     for kind, names in kinds.items():
         if kind != "router":
             judge.with_edits(names, named.claims)
+    judge.tokenwise(named.tokenwise)
     for name, (expert, claim) in named.routers.items():
         judge.with_edits([name], [claim], lambda _, e=expert: forced(e))
         judge.tried.add(name)

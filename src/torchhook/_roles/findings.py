@@ -17,6 +17,8 @@ class Findings:
     claims: list[Claim] = dataclasses.field(default_factory=list)
     routers: dict[str, tuple[int, Claim]] = dataclasses.field(default_factory=dict)
     """Names of scores over experts, each with the expert that is to be chosen."""
+    tokenwise: dict[str, tuple[str, Claim]] = dataclasses.field(default_factory=dict)
+    """Names of feed-forward parts, each with the name of what it is made from."""
     branches: dict[int, str] = dataclasses.field(default_factory=dict)
     """Names of branches by id, while their block is read."""
 

@@ -38,6 +38,21 @@ class Judge:
         """Names that are refused, each with what was tried and what came of it."""
         self.tried: set[str] = set()
         """Names for which something was shown to hold."""
+        self._broken: set[int] = set()
+
+    def tokenwise(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
+        """Try what is claimed of feed-forward parts, with two tokens made equal in what they are made from."""
+        tried = {name: pair for name, pair in claims.items() if name not in self.wrong and pair[0] not in self.wrong}
+        if not tried:
+            return
+        values = self._run(
+            self._probes[0],
+            [claim for _, claim in tried.values()],
+            {self._sites[before]: _two_equal for before, _ in tried.values()},
+        )
+        for name, (_, claim) in tried.items():
+            if (why := _tested(claim, values)) is not None:
+                self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
 
     def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
         """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
@@ -46,16 +61,24 @@ class Judge:
             for claim in claims:
                 why = _tested(claim, values)
                 names = [*claim.inputs, *claim.results]
-                self.tried.update(names)
-                for name in names:
-                    if why is not None and not spared(name):
+                # What did not run is at fault alone; what goes with it is only left without this proof.
+                absent = [name for name in names if name and values.get(self._sites.get(name)) is None]
+                if why is None:
+                    self.tried.update(names)
+                    continue
+                self._broken.add(id(claim))
+                for name in absent or names:
+                    if not spared(name):
                         self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
 
     def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
         """Try the claims that these names go into, while their values are changed."""
         names = [name for name in names if name not in self.wrong]
         edited = set(names)
-        tried = [c for c in claims if edited & set(c.inputs) and not edited & set(c.results)]
+        places = {self._sites[name] for name in names}
+        tried = [c for c in claims if edited & set(c.inputs) and id(c) not in self._broken]
+        # What is edited itself follows from nothing.
+        tried = [c for c in tried if not any(self._sites.get(result) in places for result in c.results)]
         if not tried:
             return
         changes = {self._sites[name]: (edit or _moved)(name) for name in names}
@@ -104,6 +127,12 @@ def _moved(name: str) -> Edit:
         return value + (noise * size).to(value.device, value.dtype)
 
     return move
+
+
+def _two_equal(value: Tensor) -> Tensor:
+    changed = value.clone()
+    changed[:, 0] = changed[:, -1] = value[:1, 0]
+    return changed
 
 
 def forced(expert: int) -> Edit:
