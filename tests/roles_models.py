@@ -5,7 +5,7 @@ Norms are moved away from one and zero: two fresh ones would give the same, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from typing import Any
 
 import torch
@@ -178,12 +178,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, **options: Any) -> nn.Module:
     """One of ``MODELS`` in eval mode, its norms moved."""
-    import transformers
-
     kind, config = MODELS[name]
-    cls: Any = getattr(transformers, kind)
-    torch.manual_seed(0)
-    model: nn.Module = cls._from_config(cls.config_class(**config), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a library says of itself while it is imported
+        import transformers
+
+        cls: Any = getattr(transformers, kind)
+        torch.manual_seed(0)
+        model: nn.Module = cls._from_config(cls.config_class(**config), **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
@@ -192,6 +194,3 @@ def build(name: str, **options: Any) -> nn.Module:
             elif parameter.dim() == 2 and "embed" not in path:
                 parameter.mul_(3.0)  # fresh ones are so small that all branches are near zero
     return model.eval()
-
-
-Builder = Callable[..., nn.Module]
