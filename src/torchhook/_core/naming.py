@@ -52,6 +52,13 @@ def known(model: nn.Module) -> Names | None:
     return _known.get(id(model))
 
 
+def plain(model: nn.Module) -> list[tuple[str, str]]:
+    """Names that stand for all that one module returns, each with the module's path; of those found before."""
+    names = known(model)
+    found = {} if names is None else names.sites
+    return [(f"@{name}", site.path) for name, site in found.items() if site == site.path]
+
+
 def sites(model: nn.Module, text: str, port: str = "output") -> list[Site]:
     """The sites that a standard name, or a glob of them, stands for: ``@resid_post.*``, ``@z.3:grad``, ``@q.0#1``."""
     name, call, port = _read(text, port)
@@ -62,8 +69,8 @@ def sites(model: nn.Module, text: str, port: str = "output") -> list[Site]:
     found = [known for known in names.sites if matches(known + ".")]
     if not found:
         refused = [f"@{known}: {why}" for known, why in names.refused.items() if matches(known + ".")]
-        why = f" Refused were {'; '.join(refused[:3])}" if refused else f" {suggestion(name, _starred(names.sites))}"
-        raise SelectorError(f"{text!r} stands for no site of this model.{why}")
+        why = f"Refused were {'; '.join(refused[:3])}" if refused else suggestion(f"@{name}", _starred(names.sites))
+        raise SelectorError(f"{text!r} stands for no site of this model. {why}")
     return [_one(names, known, call, port) for known in found]
 
 
@@ -91,7 +98,8 @@ def _one(names: Names, name: str, call: int | None, port: str) -> Site:
     if site is None:
         if name in names.refused:
             raise SelectorError(f"'@{name}' is not known to be anywhere in this model: {names.refused[name]}")
-        raise SelectorError(f"there is no '@{name}' in this model. {suggestion(name, names.sites)}")
+        near = suggestion(f"@{name}", [f"@{known}" for known in names.sites])
+        raise SelectorError(f"there is no '@{name}' in this model. {near}")
     if port == "grad" and site.port == "input":
         port = "grad_input"
     elif port == "grad_total" and site.port == "input":
@@ -101,4 +109,5 @@ def _one(names: Names, name: str, call: int | None, port: str) -> Site:
 
 def _starred(names: Mapping[str, Site]) -> list[str]:
     """Names with ``*`` for their numbers: of a deep model, there are too many of them to choose a near one from."""
-    return list(dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names))
+    starred = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
+    return [f"@{name}" for name in dict.fromkeys(starred)]

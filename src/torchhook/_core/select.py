@@ -273,6 +273,8 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
         yield from more()
         if (root := model()) is None:
             return
+        for role, path in naming.plain(root):
+            yield from ((role, path), (path, role))
         walked = Index(root)
         for path in paths:
             module, tensor = walked.find(path), walked.find_tensor(path)

@@ -51,7 +51,9 @@ class BlockNames:
             pre = last.node.site(leaf=last.made[0])
         else:
             before = min(first_use(self._trace, block.taken[1]), block.node.start)
-            pre = site_of(self._trace, block.taken[1], before) or entry
+            made = site_of(self._trace, block.taken[1], before)
+            # How many operations come before the first block changes with how the model is called.
+            pre = entry if made is None or made.op is not None else made
         post = block.node.site(leaf=block.made[0])
         self._found.name(self.name("resid_pre"), pre)
         self._found.name(self.name("resid_post"), post)

@@ -21,7 +21,8 @@ def found(model: nn.Module, inputs: Inputs) -> Roles:
     with torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
         trace = traced(model, inputs)
         named = _named(trace)
-        judge = Judge(model, [inputs, probe.varied(inputs)], restore, named.sites)
+        probes = [("", inputs), ("", probe.varied(inputs)), *probe.other_calls(model, inputs)]
+        judge = Judge(model, probes, restore, named.sites)
         _try(judge, named)
     refused = dict(named.refused)
     for name in named.sites:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -63,6 +64,27 @@ def _device(model: nn.Module) -> torch.device:
 
 def given(inputs: Any) -> Inputs:
     return calling.arguments(inputs)
+
+
+def other_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
+    """Other ways to call a model of transformers: how many operations run, and so their numbers, may depend on it."""
+    known = inspect.signature(model.forward).parameters
+    ids = inputs.kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or "decoder_input_ids" in inputs.kwargs or "input_ids" not in known:
+        return []
+    found: list[tuple[str, Inputs]] = []
+    if "attention_mask" in known and "attention_mask" not in inputs.kwargs:
+        mask = torch.ones_like(ids)
+        mask[0, : ids.shape[1] // 3] = 0
+        found.append(("with a mask for padding", Inputs((), {**inputs.kwargs, "attention_mask": mask})))
+    if "use_cache" in known and "past_key_values" in known and ids.shape[1] > 1:
+        found.append(("without a cache", Inputs((), {**inputs.kwargs, "use_cache": False})))
+        first = model(**{**inputs.kwargs, "input_ids": ids[:, :-1], "use_cache": True})
+        cache = getattr(first, "past_key_values", None)
+        if cache is not None:
+            step = {**inputs.kwargs, "input_ids": ids[:, -1:], "past_key_values": cache}
+            found.append(("for one more token, with a cache", Inputs((), step)))
+    return found
 
 
 def varied(inputs: Inputs) -> Inputs:

@@ -29,7 +29,7 @@ class Judge:
     """Runs a model on probes, and keeps what was shown to be wrong."""
 
     def __init__(
-        self, model: nn.Module, probes: list[Inputs], restore: Callable[[], None], sites: Mapping[str, Site]
+        self, model: nn.Module, probes: list[tuple[str, Inputs]], restore: Callable[[], None], sites: Mapping[str, Site]
     ) -> None:
         self._model, self._probes, self._restore = model, probes, restore
         self._index = Index(model)
@@ -46,7 +46,7 @@ class Judge:
         if not tried:
             return
         values = self._run(
-            self._probes[0],
+            self._probes[0][1],
             [claim for _, claim in tried.values()],
             {self._sites[before]: _two_equal for before, _ in tried.values()},
         )
@@ -56,7 +56,7 @@ class Judge:
 
     def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
         """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
-        for probe in self._probes:
+        for how, probe in self._probes:
             values = self._run(probe, claims, {})
             for claim in claims:
                 why = _tested(claim, values)
@@ -69,7 +69,7 @@ class Judge:
                 self._broken.add(id(claim))
                 for name in absent or names:
                     if not spared(name):
-                        self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
+                        self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
 
     def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
         """Try the claims that these names go into, while their values are changed."""
@@ -82,7 +82,7 @@ class Judge:
         if not tried:
             return
         changes = {self._sites[name]: (edit or _moved)(name) for name in names}
-        values = self._run(self._probes[0], tried, changes)
+        values = self._run(self._probes[0][1], tried, changes)
         for claim in tried:
             why = _tested(claim, values)
             for name in edited & set(claim.inputs):
@@ -99,7 +99,7 @@ class Judge:
         needed = list(dict.fromkeys(site for claim in claims for site in claim.needs))
         session.record(resolve(self._index, needed), Keep())
         with session as recording:
-            calling.call(self._model, probe)
+            calling.called(self._model, probe.args, probe.kwargs)
         return {site: _value(recording, site) for site in needed}
 
 
