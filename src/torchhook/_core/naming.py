@@ -62,7 +62,9 @@ def plain(model: nn.Module) -> list[tuple[str, str]]:
 def sites(model: nn.Module, text: str, port: str = "output") -> list[Site]:
     """The sites that a standard name, or a glob of them, stands for: ``@resid_post.*``, ``@z.3:grad``, ``@q.0#1``."""
     name, call, port = _read(text, port)
-    names = known(model) or _find(model)
+    names = known(model)
+    if names is None:  # and not "or": there may be none that could be shown
+        names = _find(model)
     if not is_glob(name):
         return [_one(names, name, call, port)]
     matches = glob_pattern(name).fullmatch

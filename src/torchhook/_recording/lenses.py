@@ -52,8 +52,9 @@ class Lens(Mapping[str, Tensor]):
         return Table(title, ["site", *(str(p) for p in shown)], rows, notes)
 
     def _cell(self, site: int, row: int, position: int) -> str:
-        name = self.name(int(self.tokens[site, row, position, 0]))
-        return f"{name!r} {float(self.probabilities[site, row, position, 0]):.2f}"
+        token = int(self.tokens[site, row, position, 0])
+        name = str(token) if self.name is str else repr(self.name(token))
+        return f"{name} {float(self.probabilities[site, row, position, 0]):.2f}"
 
     def __repr__(self) -> str:
         return str(self.table())

@@ -124,7 +124,9 @@ class BlockNames:
         assert step.norm is not None
         taken, site = step.norm.site("input"), self._found.sites[after]
         text = f"@{after} = norm of what it takes"
-        self._found.claim(claims.normalizes(text, step.norm.module, ("", taken), (after, site)))
+        claim = claims.normalizes(text, step.norm.module, ("", taken), (after, site))
+        claim.founds = True
+        self._found.claim(claim)
 
     # -- the branches -----------------------------------------------------------------------------
 

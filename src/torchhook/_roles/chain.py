@@ -23,6 +23,7 @@ class Chain:
     """A stack of blocks."""
 
     path: str
+    """What the paths of its blocks have in common, before their numbers."""
     blocks: list[Block]
     prefix: str = ""
     """What its names begin with, where a model has several."""
@@ -32,22 +33,32 @@ def chains(trace: Trace) -> list[Chain]:
     """Every stack of a model that is not inside of another, in the order in which they ran."""
     groups: dict[str, list[Node]] = {}
     for node in trace.modules():
-        parent, _, name = node.path.rpartition(".")
-        if name.isdecimal():
-            groups.setdefault(parent, []).append(node)
+        stem, number = _numbered(node.path)
+        if number:
+            groups.setdefault(stem, []).append(node)
     found = [chain for path, nodes in groups.items() if (chain := _linked(trace, path, nodes)) is not None]
     # A stack of one is only taken for one where nothing longer is: most lists of one hold something else.
     longest = [chain for chain in found if len(chain.blocks) > 1] or found
-    outer = [c for c in longest if not any(c is not o and c.path.startswith(f"{o.path}.") for o in longest)]
+    outer = [c for c in longest if not any(c is not o and c.path.startswith(o.path) for o in longest)]
     outer.sort(key=lambda chain: chain.blocks[0].node.start)
     for chain in outer:
         chain.prefix = _prefix(chain.path, [other.path for other in outer if other is not chain])
     return outer
 
 
+def _numbered(path: str) -> tuple[str, str]:
+    """A path without the number at its end, and that number.
+
+    >>> _numbered("model.layers.3"), _numbered("layers.block_3"), _numbered("model.norm")
+    (('model.layers.', '3'), ('layers.block_', '3'), ('model.norm', ''))
+    """
+    stem = path.rstrip("0123456789")
+    return stem, path[len(stem) :]
+
+
 def _linked(trace: Trace, path: str, nodes: list[Node]) -> Chain | None:
     nodes = sorted(nodes, key=lambda node: node.start)
-    if [node.path.rpartition(".")[2] for node in nodes] != [str(i) for i in range(len(nodes))]:
+    if [_numbered(node.path)[1] for node in nodes] != [str(i) for i in range(len(nodes))]:
         return None  # some never ran, ran twice, or in another order
     if len(nodes) == 1:
         block = _alone(trace, nodes[0])
@@ -98,8 +109,8 @@ def _prefix(path: str, others: list[str]) -> str:
     """
     if not others:
         return ""
-    parts = path.split(".")
+    parts = path.rstrip(".").split(".")
     for i in range(len(parts)):
         if not any(other.split(".")[: i + 1] == parts[: i + 1] for other in others):
             return f"{parts[i]}."
-    return f"{path}."
+    return f"{path.rstrip('.')}."

@@ -27,6 +27,8 @@ class Claim:
     needs: tuple[Site, ...]
     holds: Callable[[Values], str | None]
     """Returns what is wrong, or ``None``."""
+    founds: bool = False
+    """Whether without it there is no stream, and no name of it."""
 
 
 def different(one: Tensor, other: Tensor) -> str | None:
@@ -236,8 +238,9 @@ def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> 
 
     def holds(values: Values) -> str | None:
         shape = values[before[1]].shape
-        made = values[result[1]]
-        made = made.reshape(*shape[:2], -1)
+        if len(shape) < 3 or shape[1] < 2:
+            return "there is one token only: give inputs with several"
+        made = values[result[1]].reshape(*shape[:2], -1)
         first, last = made[:, 0], made[:, -1]
         return different(first, last) or different(first, first[:1].expand_as(first))
 

@@ -99,9 +99,9 @@ def _try(judge: Judge, named: Findings) -> None:
         if kind != "router":
             judge.with_edits(names, named.claims)
     judge.tokenwise(named.tokenwise)
-    for name, (expert, claim) in named.routers.items():
-        judge.with_edits([name], [claim], lambda _, e=expert: forced(e))
-        judge.tried.add(name)
+    experts = {name: expert for name, (expert, _) in named.routers.items()}
+    judge.with_edits(experts, [claim for _, claim in named.routers.values()], lambda name: forced(experts[name]))
+    judge.tried.update(experts)
 
 
 def _is_boundary(name: str) -> bool:

@@ -97,7 +97,7 @@ def _recorded(names: Roles, rec: Recording, prefix: str, last: int) -> list[str]
     first: dict[str, str] = {}
     for name in found:
         site = names.sites.get(name.removeprefix("@"))
-        first[str(site if site is not None else name)] = name
+        first.setdefault(str(site if site is not None else name), name)
     return [name for name in found if name in first.values()]
 
 

@@ -79,12 +79,18 @@ def other_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
         found.append(("with a mask for padding", Inputs((), {**inputs.kwargs, "attention_mask": mask})))
     if "use_cache" in known and "past_key_values" in known and ids.shape[1] > 1:
         found.append(("without a cache", Inputs((), {**inputs.kwargs, "use_cache": False})))
-        first = model(**{**inputs.kwargs, "input_ids": ids[:, :-1], "use_cache": True})
-        cache = getattr(first, "past_key_values", None)
+        cache = _cache(model, {**inputs.kwargs, "input_ids": ids[:, :-1], "use_cache": True})
         if cache is not None:
             step = {**inputs.kwargs, "input_ids": ids[:, -1:], "past_key_values": cache}
             found.append(("for one more token, with a cache", Inputs((), step)))
     return found
+
+
+def _cache(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    try:
+        return getattr(model(**inputs), "past_key_values", None)
+    except Exception:  # it is a guess that it can be called so
+        return None
 
 
 def varied(inputs: Inputs) -> Inputs:

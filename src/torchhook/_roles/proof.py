@@ -56,8 +56,13 @@ class Judge:
 
     def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
         """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
-        for how, probe in self._probes:
-            values = self._run(probe, claims, {})
+        for how, probe in self._probes if claims else ():
+            try:
+                values = self._run(probe, claims, {})
+            except Exception:
+                if not how:
+                    raise
+                continue  # a way to call it that was ours, not the user's, and is not the model's
             for claim in claims:
                 why = _tested(claim, values)
                 names = [*claim.inputs, *claim.results]
@@ -67,9 +72,19 @@ class Judge:
                     self.tried.update(names)
                     continue
                 self._broken.add(id(claim))
+                if claim.founds:
+                    self._refuse_stack(claim, why)
                 for name in absent or names:
                     if not spared(name):
                         self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
+
+    def _refuse_stack(self, claim: Claim, why: str) -> None:
+        """What stands on the stream is no norm: then it is no stream of sums, and nothing of it has a standard name."""
+        prefix = claim.results[0].rpartition(".")[0].rpartition(".")[0]
+        for name in self._sites:
+            head = name.rpartition(".")[0]
+            if head and head.rpartition(".")[0] == prefix:
+                self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
 
     def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
         """Try the claims that these names go into, while their values are changed."""
