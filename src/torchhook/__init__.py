@@ -38,8 +38,7 @@ from torchhook._guard.api import guard
 from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
-from torchhook._roles.api import roles
-from torchhook._roles.lens import lens
+from torchhook._roles.api import lens, roles
 from torchhook._sweep import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__

@@ -20,8 +20,10 @@ def test_every_cell_has_its_token_and_the_last_site_is_above() -> None:
     ax = plot.lens(lens, row=1).axes[0]
     shown = [text.get_text() for text in ax.texts]
     assert shown[:4] == [f"w{int(token)}" for token in lens.tokens[2, 1, :, 0]]
-    assert [label.get_text() for label in ax.get_yticklabels()][0] == "@resid_post.2"
-    torch.testing.assert_close(torch.as_tensor(ax.images[0].get_array().data[0]).float(), lens.probabilities[2, 1, :, 0])
+    assert next(label.get_text() for label in ax.get_yticklabels()) == "@resid_post.2"
+    torch.testing.assert_close(
+        torch.as_tensor(ax.images[0].get_array().data[0]).float(), lens.probabilities[2, 1, :, 0]
+    )
 
 
 def test_columns_are_named_by_the_inputs_tokens_and_positions_can_be_chosen() -> None:

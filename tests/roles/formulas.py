@@ -78,6 +78,10 @@ def _t5(side: str, mlp: int) -> Hand:
     )
 
 
+def _same(names: str, hand: Hand) -> dict[str, list[Hand]]:
+    return {name: [hand] for name in names.split()}
+
+
 HAND: dict[str, list[Hand]] = {
     "gpt2": [GPT2],
     "gpt_neo": [dataclasses.replace(GPT2, attn="attn.attention.out_proj")],
@@ -101,16 +105,11 @@ HAND: dict[str, list[Hand]] = {
         )
     ],
     "mpt": [
-        Hand(
-            "transformer.blocks", "attn.out_proj", "ffn.down_proj", norm="transformer.norm_f", embed="transformer.wte"
-        )
+        Hand("transformer.blocks", "attn.out_proj", "ffn.down_proj", norm="transformer.norm_f", embed="transformer.wte")
     ],
-    **dict.fromkeys(
-        ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "phi3", "nemotron", "stablelm", "starcoder2", "glm"],
-        [LLAMA],
-    ),
-    **dict.fromkeys(["smollm3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"], [LLAMA]),
-    **dict.fromkeys(["gemma2", "gemma3", "olmo2", "exaone4"], [POST_NORMS]),
+    **_same("llama mistral qwen2 qwen3 gemma olmo phi3 nemotron stablelm starcoder2 glm smollm3", LLAMA),
+    **_same("mixtral qwen2_moe qwen3_moe olmoe deepseek_v3 gpt_oss", LLAMA),
+    **_same("gemma2 gemma3 olmo2 exaone4", POST_NORMS),
     "granite": [dataclasses.replace(LLAMA, factor=0.22)],
     "xglm": [Hand(attn="self_attn.out_proj", mlp="fc2", norm="model.layer_norm")],
     "gptj": [dataclasses.replace(GPT2, attn="attn.out_proj", style="parallel")],

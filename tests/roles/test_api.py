@@ -166,12 +166,12 @@ def test_one_token_does_not_show_a_feed_forward_part(llama: Any) -> None:
 
 
 def test_a_fused_kernel_makes_no_pattern_and_the_error_says_what_does(llama: Any) -> None:
-    with pytest.raises(SelectorError, match="attn_implementation='eager', or take th.attention"):
+    with pytest.raises(SelectorError, match=r"attn_implementation='eager', or take th\.attention"):
         th.capture(llama, "@pattern.1")
 
 
 def test_a_wrong_name_has_the_closest_ones(llama: Any) -> None:
-    with pytest.raises(SelectorError, match="'@resid_post.1'"):
+    with pytest.raises(SelectorError, match=r"'@resid_post\.1'"):
         th.capture(llama, "@resid_pst.1")
     with pytest.raises(SelectorError, match=r"stands for no site.*@resid_post\.\*"):
         th.capture(llama, "@resid_pots.*")
@@ -249,7 +249,9 @@ def test_gradients_have_names_too(llama: Any) -> None:
     llama.zero_grad()
     torch.testing.assert_close(rec["@resid_post.0:grad"], output.hidden_states[1].grad)
     torch.testing.assert_close(rec["@resid_mid.1:grad"], rec["@attn_out.1:grad"])
-    torch.testing.assert_close(rec["@z.1:grad"], rec["@attn_out.1:grad"] @ llama.model.layers[1].self_attn.o_proj.weight)
+    torch.testing.assert_close(
+        rec["@z.1:grad"], rec["@attn_out.1:grad"] @ llama.model.layers[1].self_attn.o_proj.weight
+    )
 
 
 def test_every_step_of_a_generation_is_recorded(llama: Any) -> None:
@@ -280,7 +282,9 @@ def test_two_architectures_are_compared_by_names(llama: Any, gpt2: Any) -> None:
 
 def test_features_on_disk_have_names(llama: Any, tmp_path: Path) -> None:
     store = th.extract(llama, iter([{"input_ids": IDS}] * 2), ["@resid_post.1"], out=tmp_path / "f", progress=False)
-    torch.testing.assert_close(torch.as_tensor(store["@resid_post.1"][:2]), th.run(llama, IDS, capture="@resid_post.1")[1]["@resid_post.1"])
+    torch.testing.assert_close(
+        torch.as_tensor(store["@resid_post.1"][:2]), th.run(llama, IDS, capture="@resid_post.1")[1]["@resid_post.1"]
+    )
 
 
 def test_a_saved_recording_is_read_by_names_without_its_model(llama: Any, tmp_path: Path) -> None:
@@ -299,4 +303,4 @@ def test_a_table_prints_itself(gpt2: Any) -> None:
     assert "transformer.h.*/add(0)" in text
     assert "refused: @pattern.0…2" in text
     assert "@z.0…2" in th.roles(gpt2)._repr_html_()
-    assert list(th.roles(gpt2))[0] == "@embed"
+    assert next(iter(th.roles(gpt2))) == "@embed"

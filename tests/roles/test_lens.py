@@ -111,7 +111,7 @@ def test_it_prints_tokens_by_the_names_that_a_tokenizer_gives() -> None:
     ]
     assert f"'w{int(lens.tokens[-1, 0, -1, 0])}'" in str(lens)
     assert "@resid_post.2" in lens._repr_html_()
-    with pytest.raises(MissingRecordError, match="@resid_post.0"):
+    with pytest.raises(MissingRecordError, match=r"@resid_post\.0"):
         lens["@resid_post.9"]
 
 

@@ -55,7 +55,11 @@ def test_the_stream_is_what_the_model_reports_bit_for_bit(name: str) -> None:
     _, _, roles, rec, output = _captured(name)
     if "logits" in roles:
         assert torch.equal(rec["@logits"], output.logits)
-    for prefix, key in (("", "hidden_states"), ("encoder.", "encoder_hidden_states"), ("decoder.", "decoder_hidden_states")):
+    for prefix, key in (
+        ("", "hidden_states"),
+        ("encoder.", "encoder_hidden_states"),
+        ("decoder.", "decoder_hidden_states"),
+    ):
         reported = getattr(output, key, None)
         count = sum(1 for role in roles if role.startswith(f"@{prefix}resid_pre."))
         if reported is None or not count:
@@ -67,7 +71,9 @@ def test_the_stream_is_what_the_model_reports_bit_for_bit(name: str) -> None:
             assert torch.equal(rec[f"@{prefix}resid_pre.{i}"], reported[i])
             if i:
                 assert torch.equal(rec[f"@{prefix}resid_post.{i - 1}"], reported[i])
-        ends = [rec[f"@{prefix}{end}"] for end in (f"resid_post.{count - 1}", "norm_final") if f"{prefix}{end}" in roles]
+        ends = [
+            rec[f"@{prefix}{end}"] for end in (f"resid_post.{count - 1}", "norm_final") if f"{prefix}{end}" in roles
+        ]
         assert any(torch.equal(reported[-1], end) for end in ends)
 
 

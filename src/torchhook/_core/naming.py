@@ -105,7 +105,9 @@ def _one(names: Names, name: str, call: int | None, port: str) -> Site:
     if port == "grad" and site.port == "input":
         port = "grad_input"
     elif port == "grad_total" and site.port == "input":
-        raise SelectorError(f"'@{name}:grad_total' is not defined: the value is what {site.shown!r} takes. Use ':grad'.")
+        raise SelectorError(
+            f"'@{name}:grad_total' is not defined: the value is what {site.shown!r} takes. Use ':grad'."
+        )
     return site.but(call=call, port=site.port if port == "output" else port, role=f"@{name}")
 
 

@@ -367,7 +367,11 @@ def _listed(sites: list[Site]) -> str:
 def _plain(site: Site) -> list[Any]:
     # Its parts, not its text: a module's name may look like an address. A standard name needs no model to be read by.
     if site.role:
-        return [site.role, None, "grad" if site.port == "grad_input" else site.port if "grad" in site.port else "output"]
+        return [
+            site.role,
+            None,
+            "grad" if site.port == "grad_input" else site.port if "grad" in site.port else "output",
+        ]
     return [site.path, site.op, f"{site.port}.{site.leaf}" if site.leaf else site.port]
 
 

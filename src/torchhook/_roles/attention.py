@@ -13,7 +13,9 @@ from torchhook._roles.trace import Node, Token, Trace
 
 _PRODUCTS = frozenset({"matmul", "bmm"})
 # From scores to the softmax, and from there to the product with the values.
-_BETWEEN = frozenset({"add", "add_", "iadd", "mul", "mul_", "div", "truediv", "masked_fill", "where", "tanh", "max", "maximum", "clamp"})
+_BETWEEN = frozenset(
+    {"add", "add_", "iadd", "mul", "mul_", "div", "truediv", "masked_fill", "where", "tanh", "max", "maximum", "clamp"}
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,7 +55,9 @@ def read(reader: Reader, branch: Branch) -> Attention:
 
 
 def _fused(node: Node, found: Attention) -> None:
-    leaves = dict(zip("qkv", (("args.0", "kwargs.query"), ("args.1", "kwargs.key"), ("args.2", "kwargs.value")), strict=True))
+    leaves = dict(
+        zip("qkv", (("args.0", "kwargs.query"), ("args.1", "kwargs.key"), ("args.2", "kwargs.value")), strict=True)
+    )
     there = {leaf for leaf, _ in node.inputs}
     for name, options in leaves.items():
         leaf = next((option for option in options if option in there), None)

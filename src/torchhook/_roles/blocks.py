@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torchhook._roles import attention, claims, experts
 from torchhook._roles.branches import Branch, Reader, Step, first_use, site_of
 from torchhook._roles.chain import Block, Chain
@@ -69,8 +71,12 @@ class BlockNames:
         """The names of the stream before, between and after the steps; empty where there is none."""
         first, last = self.name("resid_pre"), self.name("resid_post")
         between = [""] * (len(steps) - 1)
-        serial = all(_reads(reader, step, other) for step, other in zip(steps, steps[1:], strict=False))
-        if len(steps) == len(kinds) and serial and kinds in (["attn", "mlp"], ["other", "mlp"], ["attn", "cross", "mlp"]):
+        serial = all(_reads(reader, step, other) for step, other in itertools.pairwise(steps))
+        if (
+            len(steps) == len(kinds)
+            and serial
+            and kinds in (["attn", "mlp"], ["other", "mlp"], ["attn", "cross", "mlp"])
+        ):
             between = [self.name(kind) for kind in ("resid_mid", "resid_mid_cross")[: len(between)]]
         for name, step in zip(between, steps, strict=False):
             site = site_of(self._trace, step.after, first_use(self._trace, step.after, step.sum.end))
@@ -110,7 +116,9 @@ class BlockNames:
         if len(parts) != 1 or name not in self._found.sites:
             return
         tokens = [reader.root(self._block.taken[1]), *(reader.root(step.after) for step in steps)]
-        before = [n for n, token in zip(names, tokens, strict=True) if n in self._found.sites and token in parts[0].reads]
+        before = [
+            n for n, token in zip(names, tokens, strict=True) if n in self._found.sites and token in parts[0].reads
+        ]
         if not before:
             self._found.refuse(name, "what it is made from is not known, so that nothing shows it to be tokenwise.")
             return
@@ -167,7 +175,12 @@ class BlockNames:
             claim(claims.projected(text, modules, parts.scaled, z, (out, self._found.sites[out])))
             if parts.call is not None:
                 claim(claims.rearranged(f"@{names['z']} = what {parts.call} made", parts.call, z))
-        if parts.call is not None and parts.scores is None and {"q", "k", "v"} <= sites.keys() and "pattern" not in sites:
+        if (
+            parts.call is not None
+            and parts.scores is None
+            and {"q", "k", "v"} <= sites.keys()
+            and "pattern" not in sites
+        ):
             text = f"softmax(@{names['q']} @{names['k']}ᵀ) @{names['v']} = {parts.call}"
             claim(claims.attended(text, parts.call, sites, names))
         if "pattern" in sites:

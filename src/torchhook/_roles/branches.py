@@ -21,7 +21,9 @@ VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "to"}
     | {"type_as", "float", "expand", "swapaxes", "movedim", "view_as", "reshape_as", "clone", "type", "t"}
 )
-_CONTRACTIONS = frozenset({"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"})
+_CONTRACTIONS = frozenset(
+    {"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"}
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -206,7 +208,9 @@ def site_of(trace: Trace, token: Token, before: int) -> Site | None:
     drops = [node.end for node in makers if node.random]
     makers = [node for node in makers if trace.once(node)]
     # Any other module that hands on what it takes (an identity) may stand on a branch, beside the value's own way.
-    makers = [n for n in makers if n.op is not None or token not in n.taken() or any(n.start < e <= n.end for e in drops)]
+    makers = [
+        n for n in makers if n.op is not None or token not in n.taken() or any(n.start < e <= n.end for e in drops)
+    ]
     makers = [node for node in makers if node.end >= max(drops, default=-1)]
     modules = [(node, leaf) for node in makers if node.op is None for leaf, t in node.outputs if t == token]
     plain = [node for node, leaf in modules if not leaf]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from torchhook._roles.trace import Node, Token, Trace
 
@@ -63,7 +64,7 @@ def _linked(trace: Trace, path: str, nodes: list[Node]) -> Chain | None:
     if len(nodes) == 1:
         block = _alone(trace, nodes[0])
         return None if block is None else Chain(path, [block])
-    links = [_link(trace, one, other) for one, other in zip(nodes, nodes[1:], strict=False)]
+    links = [_link(trace, one, other) for one, other in itertools.pairwise(nodes)]
     if any(link is None for link in links):
         return None
     known = [link for link in links if link is not None]

@@ -37,7 +37,7 @@ def different(one: Tensor, other: Tensor) -> str | None:
         return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
     if torch.equal(one, other):
         return None
-    steps = 2.0 ** -8 if one.dtype == torch.bfloat16 else 2.0**-11 if one.dtype == torch.float16 else 1e-5
+    steps = 2.0**-8 if one.dtype == torch.bfloat16 else 2.0**-11 if one.dtype == torch.float16 else 1e-5
     a, b = one.double(), other.double()
     allowed = 4 * steps * torch.maximum(a.abs(), b.abs()) + steps * b.square().mean().sqrt()
     worst = ((a - b).abs() - allowed).max()
@@ -48,14 +48,12 @@ def different(one: Tensor, other: Tensor) -> str | None:
 
 
 def equal(text: str, a: tuple[str, Site], b: tuple[str, Site]) -> Claim:
-    """One value is another."""
-    named = lambda pair: (pair[0],) if pair[0] else ()  # noqa: E731 - twice, and nowhere else
-    return Claim(text, named(a), named(b), (a[1], b[1]), lambda values: different(values[a[1]], values[b[1]]))
+    """One value is another; what has no name is ``""``."""
+    inputs, results = ((name,) if name else () for name, _ in (a, b))
+    return Claim(text, inputs, results, (a[1], b[1]), lambda values: different(values[a[1]], values[b[1]]))
 
 
-def total(
-    text: str, inputs: dict[str, Site], result: tuple[str, Site], norm: nn.Module | None = None
-) -> Claim:
+def total(text: str, inputs: dict[str, Site], result: tuple[str, Site], norm: nn.Module | None = None) -> Claim:
     """The result is the sum of the inputs, through a norm if there is one."""
     names, places = tuple(inputs), tuple(inputs.values())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchhook._core import naming
@@ -13,7 +12,7 @@ from torchhook._core.index import unwrapped
 from torchhook._recording.lenses import Lens
 from torchhook._recording.records import Recording
 from torchhook._roles import probe, tail
-from torchhook._roles.api import roles
+from torchhook._roles.names import roles
 from torchhook._roles.table import Roles
 from torchhook._values import tree
 from torchhook._values.tree import Inputs

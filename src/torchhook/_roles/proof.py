@@ -67,7 +67,7 @@ class Judge:
                 why = _tested(claim, values)
                 names = [*claim.inputs, *claim.results]
                 # What did not run is at fault alone; what goes with it is only left without this proof.
-                absent = [name for name in names if name and values.get(self._sites.get(name)) is None]
+                absent = [name for name in names if name in self._sites and values.get(self._sites[name]) is None]
                 if why is None:
                     self.tried.update(names)
                     continue

@@ -22,7 +22,7 @@ from torchhook._core.index import is_callable
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target
 from torchhook._core.session import Session
-from torchhook._core.taps import as_value
+from torchhook._core.taps import Look, as_value
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
@@ -144,6 +144,12 @@ class _Recorder(Listener):
         self._open: list[tuple[Node, Counter[str]]] = []
         self._begun: list[tuple[int, list[tuple[str, Token]]]] = []
 
+    def entering(self, module: nn.Module) -> Look:
+        return lambda value, call: self.begins(module, value)
+
+    def leaving(self, module: nn.Module) -> Look:
+        return lambda value, call: self.ends(module, value)
+
     def begins(self, module: nn.Module, value: Any) -> None:
         node = Node(self._paths[id(module)], module, None, next(self._clock), inputs=self.tokens.inside(value))
         self.runs[id(module)] += 1
@@ -194,8 +200,8 @@ def traced(model: nn.Module, inputs: Inputs) -> Trace:
     for key, module in index.distinct.items():
         if is_callable(module):
             site = Site(paths[key])
-            session.look(Target(site.but(port="input"), module), lambda v, call, m=module: recorder.begins(m, v))
-            session.look(Target(site, module), lambda v, call, m=module: recorder.ends(m, v))
+            session.look(Target(site.but(port="input"), module), recorder.entering(module))
+            session.look(Target(site, module), recorder.leaving(module))
     with session:
         calling.call(model, inputs)
     tokens = recorder.tokens

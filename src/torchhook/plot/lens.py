@@ -59,7 +59,7 @@ def lens(
         for x, word in enumerate(line):
             # White on dark, and only what fits its cell.
             text = _fitting(word, room / 4.2)
-            ax.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if values[y, x] > 0.6 else "black")
+            ax.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if values[y, x] > 0.5 else "black")
     style.title(ax, title or f"Lens: the token on top at {len(sites)} sites of the stream")
     return figure
 
