@@ -1,4 +1,4 @@
-"""Activation patching over every block and position of a GPT-2: ``th.sweep`` against a loop written by hand.
+"""Activation patching over blocks and positions of a GPT-2: ``th.sweep``, run and estimated, and a loop by hand.
 
     python benchmarks/sweep.py [--rounds 5] [--json out.json]
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._sweep import sweep
+from torchhook._sweep.api import sweep
 
 SIZES = {
     "tiny (4 blocks of 128)": {"n_layer": 4, "n_embd": 128, "n_head": 4},
@@ -90,14 +90,17 @@ def _hidden(output: Any) -> Tensor:
 def measure(name: str, size: dict[str, int], rounds: int, threads: int) -> dict[str, Any]:
     gpt2, (clean, corrupted) = model(**size), prompts()
     torch.set_num_threads(threads)
-    hand, ours = [], []
+    hand, ours, gradient = [], [], []
     for i in range(rounds + 1):  # the first round warms up
         start = time.perf_counter()
         expected = by_hand(gpt2, clean, corrupted)
         middle = time.perf_counter()
         found = sweep(gpt2, clean, corrupted, logit_difference, sites="transformer.h.*", progress=False)
         end = time.perf_counter()
+        sweep(gpt2, clean, corrupted, logit_difference, sites="transformer.h.*", estimate="gradient", progress=False)
+        last = time.perf_counter()
         if i:
+            gradient.append(last - end)
             hand.append(middle - start)
             ours.append(end - middle)
     return {
@@ -106,6 +109,7 @@ def measure(name: str, size: dict[str, int], rounds: int, threads: int) -> dict[
         "by hand (s)": statistics.median(hand),
         "th.sweep (s)": statistics.median(ours),
         "ratio": statistics.median(o / h for o, h in zip(ours, hand, strict=True)),
+        "ratio of the estimate": statistics.median(g / h for g, h in zip(gradient, hand, strict=True)),
         "largest difference": (expected - found.values).abs().max().item(),
         "notes": found.notes,
     }
@@ -118,10 +122,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = [measure(name, size, options.rounds, options.threads) for name, size in SIZES.items()]
-    print(f"{'model':26}{'patches':>9}{'by hand':>10}{'th.sweep':>10}{'ratio':>8}{'largest difference':>20}")
+    ratios = f"{'ratio':>8}{'estimate':>10}"
+    print(f"{'model':26}{'patches':>9}{'by hand':>10}{'th.sweep':>10}{ratios}{'largest difference':>20}")
     for r in results:
-        times = f"{r['by hand (s)']:>9.2f}s{r['th.sweep (s)']:>9.2f}s{r['ratio']:>8.2f}"
-        print(f"{r['model']:26}{r['patches']:>9}{times}{r['largest difference']:>20.1e}", *r["notes"])
+        times = f"{r['by hand (s)']:>9.2f}s{r['th.sweep (s)']:>9.2f}s"
+        ratios = f"{r['ratio']:>8.2f}{r['ratio of the estimate']:>10.3f}"
+        print(f"{r['model']:26}{r['patches']:>9}{times}{ratios}{r['largest difference']:>20.1e}", *r["notes"])
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2))
 

@@ -39,7 +39,7 @@ from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
 from torchhook._roles.api import lens, roles
-from torchhook._sweep import sweep
+from torchhook._sweep.api import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
 from torchhook._watch.api import watch

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchhook import _torch
-from torchhook._core import calling
+from torchhook._core import calling, never_ran
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
@@ -26,9 +26,29 @@ from torchhook._recording.records import Recording
 from torchhook.errors import NoAttentionError
 
 
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_NOT_GIVEN = _NotGiven()
+
+
+@overload
+def attention(
+    model: nn.Module, *, sites: Selector | None = None, device: torch.device | str | None = None
+) -> Session: ...
+@overload
 def attention(
     model: nn.Module, inputs: Any, *, sites: Selector | None = None, device: torch.device | str | None = None
-) -> Recording:
+) -> Recording: ...
+def attention(
+    model: nn.Module,
+    inputs: Any = _NOT_GIVEN,
+    *,
+    sites: Selector | None = None,
+    device: torch.device | str | None = None,
+) -> Recording | Session:
     """Run the model once and return its attention maps by module: batch × heads × queries × keys, rows summing to 1.
 
     >>> encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
@@ -36,59 +56,98 @@ def attention(
     >>> maps["self_attn"].shape
     torch.Size([1, 2, 5, 5])
 
+    Without ``inputs`` it is a session: it keeps the maps of whatever runs in the block, call by call, as those of each
+    step of ``model.generate``.
+
+    >>> with attention(encoder) as maps:
+    ...     outputs = [encoder(torch.randn(1, tokens, 8)) for tokens in (5, 6)]
+    >>> [tuple(weights.shape) for weights in maps.all("self_attn")]
+    [(1, 2, 5, 5), (1, 2, 6, 6)]
+
     Attention without heads has one. Where a model attends in windows, its maps have the further dims that its scores
     have, or a batch of all windows. A map that a model made with a softmax of its own is that softmax: one over more
-    than the keys, such as the sink of gpt-oss, keeps its further columns, at the end.
+    than the keys, such as the sink of gpt-oss, keeps its further columns, at the end. Masks, sliding windows, position
+    biases and soft caps are in a map as they were in the call.
 
-    The model runs in eval mode and without gradients, so that no dropout is in the maps nor before them. ``inputs`` are
-    a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the one argument.
-    ``sites`` restricts the modules, ``device`` is where the maps are kept. The model, the inputs and the process are
-    left as they were: modes, buffers, caches, gradients, random numbers.
+    ``inputs`` are a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the
+    one argument. With them the model runs in eval mode and without gradients, so that no dropout is in the maps nor
+    before them; the model, the inputs and the process are left as they were: modes, buffers, caches, gradients, random
+    numbers. In a session the model runs as the block calls it, and no map has dropout in it. ``sites`` restricts the
+    modules, ``device`` is where the maps are kept.
     """
-    session = Session(model, warn=False)
-    index, recording = session.index, session.recording
-    chosen = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
-    others: dict[str, None] = {}
-    if sites is not None:
-        every, chosen = chosen, {id(target.module): target.site.path for target in resolve(index, sites)}
-        # Where else the model attends is only for the error, should the chosen modules never do.
-        for key in every.keys() - chosen.keys():
-            _look(session, every[key], index.distinct[key], _notices(index.distinct[key], every[key], others))
-    keep, names = Keep(device=device), list[tuple[str, str]]()
-    recording.other_names = lambda: names
-    recording.wait_with(keep.wait)
-    for key, path in chosen.items():
-        module = index.distinct[key]
-        names += [(name, path) for name in index.names(module) if name != path]
-        put = keep.recorder(recording.opened(Site(path)).append, recording.order)
-        _look(session, path, module, _looks(module, put))
-    with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session:
+    session = _Attending(model, sites, device)
+    if inputs is _NOT_GIVEN:
+        return session.handed_out("what th.attention(model) returned")
+    session.reports = False
+    with calling.undisturbed(model), calling.evaluating(model), torch.no_grad(), session as recording:
         calling.call(model, calling.arguments(inputs))
-    keep.release()
-    # Every module was looked at, and most do not attend: that is nothing to report.
-    recording.missing.clear()
     if not len(recording):
-        raise _not_seen(recording.model_name, list(chosen.values()), list(others))
+        raise NoAttentionError(session.not_seen())
     return recording
+
+
+class _Attending(Session):
+    """Looks at every operation that attention is made with, in the modules that ``sites`` chooses."""
+
+    def __init__(self, model: nn.Module, sites: Selector | None, device: torch.device | str | None) -> None:
+        super().__init__(model)
+        index = self.index
+        every = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
+        self._chosen = every
+        if sites is not None:
+            self._chosen = {id(target.module): target.site.path for target in resolve(index, sites)}
+        # Where else the model attends is only for the advice, should the chosen modules never do.
+        self._not_chosen = {key: every[key] for key in every.keys() - self._chosen.keys()}
+        self._others: dict[str, None] = {}
+        self._device = device
+        self.prepare(_build)
+
+    def build(self) -> None:
+        """For one opening."""
+        index, recording, keep = self.index, self.recording, Keep(device=self._device)
+        self._others.clear()
+        for key, path in self._not_chosen.items():
+            _look(self, path, index.distinct[key], _notices(index.distinct[key], path, self._others))
+        names = list[tuple[str, str]]()
+        recording.other_names = lambda: names
+        for key, path in self._chosen.items():
+            module = index.distinct[key]
+            names += [(name, path) for name in index.names(module) if name != path]
+            put = keep.recorder(recording.opened(Site(path)).append, recording.order)
+            _look(self, path, module, _looks(module, put))
+        recording.wait_with(keep.wait)
+        self._keeps.append(keep)
+
+    def _report(self, error: BaseException | None) -> None:
+        """Every module was looked at, and most do not attend: only if none did, there is something to say."""
+        if error is None and not len(self.recording):
+            why = self.not_seen() if self._taps.any_ran else never_ran.NOT_CALLED
+            self.recording.missing[""] = why
+
+    def not_seen(self) -> str:
+        """Why there are no maps."""
+        if self._others:
+            return (
+                f"no attention call was seen in what sites= chose, {_some(list(self._chosen.values()))}. It is called "
+                f"in {_some(list(self._others))}: choose from these."
+            )
+        return (
+            f"no attention call was seen in {self.recording.model_name}: it calls neither scaled_dot_product_attention "
+            "nor nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
+            "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
+        )
+
+
+# No method of the session that holds it: that would be a cycle, freed only when the collector comes by.
+def _build(session: Session) -> None:
+    assert isinstance(session, _Attending)
+    session.build()
 
 
 def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]) -> None:
     for op, look in looks.items():
         port = "output" if op == "softmax" else "input"
         session.look(Target(Site(path, op=op, port=port), module), look)
-
-
-def _not_seen(model: str, chosen: list[str], others: list[str]) -> NoAttentionError:
-    if others:
-        return NoAttentionError(
-            f"no attention call was seen in what sites= chose, {_some(chosen)}. It is called in {_some(others)}: "
-            "choose from these."
-        )
-    return NoAttentionError(
-        f"no attention call was seen in {model}: it calls neither scaled_dot_product_attention nor "
-        "nn.MultiheadAttention nor a softmax over scores of 4 or more dims. Kernels such as flash-attn and "
-        "flex_attention hide query and key; load the model with attn_implementation='sdpa' or 'eager'."
-    )
 
 
 def _some(paths: list[str]) -> str:

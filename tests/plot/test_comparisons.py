@@ -14,7 +14,7 @@ from torchhook import plot
 from torchhook._diff.api import diff
 from torchhook._recording.differences import Diff, Row
 from torchhook._recording.sweeps import Sweep
-from torchhook._sweep import sweep
+from torchhook._sweep.api import sweep
 
 pytest.importorskip("matplotlib")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from torchhook._core.index import glob_pattern, is_glob
-from torchhook._recording.address import Site
+from torchhook._recording.address import Site, readings
 from torchhook.errors import SelectorError, suggestion
 
 
@@ -76,17 +76,16 @@ def sites(model: nn.Module, text: str, port: str = "output") -> list[Site]:
     return [_one(names, known, call, port) for known in found]
 
 
-def _read(text: str, port: str) -> tuple[str, int | None, str]:
-    name, colon, last = text.removeprefix("@").partition(":")
-    port = last if colon else port
-    if port not in ("output", "grad", "grad_total"):
+def _read(text: str, port: str) -> tuple[str, Any, str]:
+    """Name, calls and port of an address whose path is a standard name."""
+    *_, site = readings(text)
+    port = site.port if text.rpartition(":")[2].startswith(site.port) else port
+    if port not in ("output", "grad", "grad_total") or site.leaf or site.op is not None:
+        found = f"{site.port}.{site.leaf}" if site.leaf else port if site.op is None else f"/{site.op}"
         raise SelectorError(
-            f"{text!r}: a standard name means one value, so its port is ':grad', ':grad_total' or none, not {port!r}."
+            f"{text!r}: a standard name means one value, so its port is ':grad', ':grad_total' or none, not {found!r}."
         )
-    name, mark, call = name.partition("#")
-    if mark and not call.isdecimal():
-        raise SelectorError(f"{text!r}: after '#' comes the index of a call.")
-    return name, int(call) if mark else None, port
+    return site.path.removeprefix("@"), site.call, port
 
 
 def _find(model: nn.Module) -> Names:
@@ -95,7 +94,7 @@ def _find(model: nn.Module) -> Names:
     return _finders[0](model)
 
 
-def _one(names: Names, name: str, call: int | None, port: str) -> Site:
+def _one(names: Names, name: str, call: Any, port: str) -> Site:
     site = names.sites.get(name)
     if site is None:
         if name in names.refused:

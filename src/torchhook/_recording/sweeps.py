@@ -31,6 +31,7 @@ class Sweep:
         clean: float,
         corrupted: float,
         notes: Sequence[str] = (),
+        estimate: str | None = None,
     ) -> None:
         self.values = values
         self.sites: list[str] = list(sites)
@@ -39,6 +40,8 @@ class Sweep:
         self.clean = clean
         self.corrupted = corrupted
         self.notes: list[str] = list(notes)
+        self.estimate = estimate
+        """By what the values are estimated; ``None`` where every patch was run."""
 
     @property
     def normalized(self) -> Tensor:
@@ -97,7 +100,9 @@ class Sweep:
         cells = numbers.tolist()
         rows = [[shown(site), *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
         kind = "0 is corrupted, 1 is clean" if scaled else "the metric itself"
-        title = f"Sweep of {len(self.sites)} sites: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
+        sites = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
+        how = f", estimated by {self.estimate}" if self.estimate else ""
+        title = f"Sweep of {sites}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
         return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from tests.models import Restless
 from torchhook import edits
 from torchhook._capture import capture, edit
 from torchhook._recording.sweeps import Sweep
-from torchhook._sweep import sweep as _sweep
+from torchhook._sweep.api import sweep as _sweep
 from torchhook._values.tree import Inputs
 from torchhook.errors import EditError, MissingRecordError, NeverRanError, SelectorError
 

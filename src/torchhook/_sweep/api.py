@@ -1,0 +1,102 @@
+"""``sweep``: activation patching over sites and positions, many patches in one forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchhook._core import calling
+from torchhook._core.index import Index
+from torchhook._core.keep import Keep
+from torchhook._core.select import Selector, resolve
+from torchhook._core.session import Session
+from torchhook._recording.sweeps import Sweep, nothing_between
+from torchhook._sweep.estimate import Task
+from torchhook._sweep.estimate import estimate as estimated
+from torchhook._sweep.places import Along, columns, patchable, patches, places
+from torchhook._sweep.running import Metric, Runner, all_patches, number
+from torchhook.errors import warn
+
+
+def sweep(
+    model: nn.Module,
+    clean: Any,
+    corrupted: Any,
+    metric: Metric,
+    *,
+    sites: Selector,
+    positions: Sequence[int] | None = None,
+    dim: int | None = 1,
+    leaf: str | None = None,
+    through: Selector | None = None,
+    estimate: Literal["gradient"] | None = None,
+    steps: int = 1,
+    batch: int | None = None,
+    progress: bool = True,
+) -> Sweep:
+    """Run ``corrupted`` with one site at a time set to what it was for ``clean``, and see what becomes of the metric.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    >>> result = sweep(model, torch.ones(1, 5, 2), torch.zeros(1, 5, 2), torch.sum, sites="*", progress=False)
+    >>> result.values.shape
+    torch.Size([3, 5])
+
+    Each of ``sites`` is patched at each of ``positions`` of ``dim`` (the tokens of a batch-first sequence; all of them
+    unless said otherwise), or as a whole with ``dim=None``. ``metric`` takes the model's output and returns one number;
+    higher or lower is the same to it. ``clean`` and ``corrupted`` are what the model is called with: a tuple of
+    arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the one argument. ``leaf``
+    names the tensor where a site's value has several. A site that runs more than once has a row for each call.
+
+    ``through`` lets a patch act by way of these sites alone: they are set to what they become when it is made, and
+    everything else stays as it is in the corrupted run.
+
+    ``estimate="gradient"`` runs no patch at all: two forward passes and one backward give the effect of every one to
+    first order, exact where the model is linear between the two inputs. ``steps`` gradients instead, on the way from
+    the corrupted input to the clean one (of token ids, from embedding to embedding), see more of what is not.
+
+    ``batch`` patches share a forward pass, stacked along dim 0: as many as make 32 examples, unless said otherwise; 1
+    is one by one. The first and last of them are checked against passes of their own. A model that mixes the examples
+    of a batch, or draws random numbers for each, is found out there; the sweep then goes one by one and says so in
+    ``notes``. The model runs without gradients, but for an estimate, in the mode it is in, each time from the same
+    random numbers. It and the process are left as they were: modes, buffers, caches, gradients.
+    """
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch={batch}: give the number of patches in one forward pass, at least 1.")
+    if estimate not in (None, "gradient"):
+        raise ValueError(f"estimate={estimate!r}: use 'gradient', or leave it out to run every patch.")
+    if steps < 1 or (estimate is None and steps != 1):
+        raise ValueError(f"steps={steps}: a number of gradients, at least 1, for estimate='gradient'.")
+    index = Index(model)
+    targets = [patchable(target) for target in resolve(index, sites)]
+    receivers = [] if through is None else [patchable(target) for target in resolve(index, through)]
+    before, after = calling.arguments(clean), calling.arguments(corrupted)
+    cut = None if dim is None else Along(dim)
+    with torch.no_grad(), calling.undisturbed(model) as restore:
+        session = Session(model, index=index, warn=False)
+        session.record(targets, Keep())
+        with session as recording:
+            clean_value = number(metric, calling.call(model, before))
+        found = [place for target in targets for place in places(target, recording, leaf, cut)]
+        at = columns(found, positions, dim)
+        cells = patches(found, at)
+        if estimate is not None:
+            task = Task(model, index, before, after, metric, found, receivers, restore)
+            results, corrupted_value, notes = estimated(task, cells, steps)
+        else:
+            restore()
+            corrupted_value = number(metric, calling.call(model, after))
+            runner = Runner(model, index, after, metric, found, receivers, restore)
+            # What rounding is measured by: a patched metric may itself be near zero.
+            scale = max(abs(clean_value), abs(corrupted_value), abs(clean_value - corrupted_value))
+            results, notes = all_patches(runner, cells, batch, scale, progress)
+    if why := nothing_between(clean_value, corrupted_value):
+        warn(why, UserWarning)
+    values = torch.full((len(found), len(at)), math.nan)
+    for patch, value in zip(cells, results, strict=True):
+        values[patch.row, patch.column] = value
+    names = [str(place.target.site) for place in found]
+    return Sweep(values, names, None if dim is None else at, clean_value, corrupted_value, notes, estimate)
