@@ -13,8 +13,10 @@ from torchhook._features.api import Features
 from torchhook._guard.api import Finding, Guard
 from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff
+from torchhook._recording.lenses import Lens
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.sweeps import Sweep
+from torchhook._roles.api import Roles
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "GradientClip",
     "Guard",
     "ImageFolder",
+    "Lens",
     "Record",
     "Recording",
+    "Roles",
     "Session",
     "Site",
     "Snapshot",

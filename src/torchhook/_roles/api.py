@@ -2,3 +2,4 @@
 
 from torchhook._roles.lens import lens as lens
 from torchhook._roles.names import roles as roles
+from torchhook._roles.table import Roles as Roles
