@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import tests.conftest  # noqa: F401  (torchvision beside a CPU build of torch)
 import torchhook as th
-from tests.conftest import _declare_missing_operators as _  # noqa: F401  (torchvision beside a CPU build of torch)
 from tests.roles_models import MODELS, build
 from torchhook.types import Roles
 

@@ -78,7 +78,7 @@ def test_a_leaf_can_be_edited_and_a_wrong_one_lists_those_that_are_there() -> No
         _, (hidden, cell) = lstm(torch.randn(4, 2))
     assert not hidden.any()
     assert cell.any()
-    with pytest.raises(SelectorError, match="'1.1'"), th.capture(lstm, ":output.7"):
+    with pytest.raises(SelectorError, match=r"'1\.1'"), th.capture(lstm, ":output.7"):
         lstm(torch.randn(4, 2))
 
 

@@ -304,3 +304,55 @@ def test_a_table_prints_itself(gpt2: Any) -> None:
     assert "refused: @pattern.0…2" in text
     assert "@z.0…2" in th.roles(gpt2)._repr_html_()
     assert next(iter(th.roles(gpt2))) == "@embed"
+
+
+def test_feature_layers_take_names_also_where_they_stay_attached(llama: Any) -> None:
+    wanted = ["@resid_post.0", "@resid_pre.1"]  # one place with two names
+    for attach in (False, True):
+        features, output = th.FeatureLayers(llama, wanted, attach=attach)(IDS, output_hidden_states=True)
+        assert all(torch.equal(features[name], output.hidden_states[1]) for name in wanted)
+    with pytest.raises(SelectorError, match="whole values"):
+        th.FeatureLayers(llama, ["@resid_mid.1"], attach=True)
+
+
+def test_a_checkpointed_model_repeats_the_edit_of_a_name_in_its_backward_pass(llama: Any) -> None:
+    model = copy.deepcopy(llama).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with th.edit(model, {"@resid_mid.1": edits.scale(0.5)}), th.capture(model, "@resid_mid.1:grad") as rec:
+            model(IDS).logits.square().sum().backward()
+        found.append((rec["@resid_mid.1:grad"], model.model.layers[0].mlp.up_proj.weight.grad.clone()))
+        model.zero_grad()
+    for plain, repeated in zip(*found, strict=True):
+        torch.testing.assert_close(plain, repeated)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_routers_are_the_scores_that_the_model_reports_and_experts_what_is_added(name: str) -> None:
+    model: Any = build(name)
+    with torch.no_grad(), th.capture(model, "@router.*", "@experts.*", "@mlp_out.*") as rec:
+        output = model(IDS, output_router_logits=True)
+    for i, scores in enumerate(output.router_logits):
+        assert torch.equal(rec[f"@router.{i}"].reshape(scores.shape), scores)
+        experts, total = rec[f"@experts.{i}"], rec[f"@mlp_out.{i}"]
+        if name == "qwen2_moe":
+            mlp = model.model.layers[i].mlp
+            with torch.no_grad(), th.capture(model, f"model.layers.{i}.mlp:input") as inner:
+                model(IDS)
+                x = inner[f"model.layers.{i}.mlp:input"]
+                shared = torch.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)
+            experts = experts.reshape(total.shape) + shared
+        torch.testing.assert_close(experts.reshape(total.shape), total)
+
+
+def test_the_router_of_deepseek_is_its_gate_and_sends_tokens_where_it_is_told() -> None:
+    model: Any = build("deepseek_v3")
+    layer = model.model.layers[1].mlp
+    with torch.no_grad(), th.capture(model, "@router.1", "@experts.1", "model.layers.1.mlp:input", "@mlp_out.1") as rec:
+        model(IDS)
+        x = rec["model.layers.1.mlp:input"]
+        torch.testing.assert_close(rec["@router.1"], x.flatten(0, 1) @ layer.gate.weight.T)
+        shared = layer.shared_experts(x)
+    torch.testing.assert_close(rec["@experts.1"].reshape(x.shape) + shared, rec["@mlp_out.1"])
