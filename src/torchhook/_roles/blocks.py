@@ -115,10 +115,10 @@ class BlockNames:
         name = self.name("mlp_out")
         if len(parts) != 1 or name not in self._found.sites:
             return
-        tokens = [reader.root(self._block.taken[1]), *(reader.root(step.after) for step in steps)]
-        before = [
-            n for n, token in zip(names, tokens, strict=True) if n in self._found.sites and token in parts[0].reads
-        ]
+        # Not what the block returns: that may be the same tensor, written to in place.
+        tokens = [reader.root(self._block.taken[1]), *(reader.root(step.after) for step in steps[:-1])]
+        read = [n for n, token in zip(names[:-1], tokens, strict=True) if token in parts[0].reads]
+        before = [n for n in read if n in self._found.sites]
         if not before:
             self._found.refuse(name, "what it is made from is not known, so that nothing shows it to be tokenwise.")
             return

@@ -63,7 +63,7 @@ def total(text: str, inputs: dict[str, Site], result: tuple[str, Site], norm: nn
         if len({part.shape for part in parts}) > 1:
             return f"shapes {', '.join(str(tuple(part.shape)) for part in parts)}"
         # In any order: with three parts the model may have added the last two first.
-        orders = [parts] if len(parts) == 2 else [[parts[i], parts[j], parts[k]] for i, j, k in _ORDERS]
+        orders = [[parts[i], parts[j], parts[k]] for i, j, k in _ORDERS] if len(parts) == 3 else [parts]
         found = [different(through(_summed(order), norm), wanted) for order in orders]
         return None if None in found else found[0]
 
