@@ -155,3 +155,22 @@ def test_blocks_that_run_out_of_order_or_in_part_have_no_numbers() -> None:
     for order in ([2, 0, 1], [0, 2], [0, 1, 1, 2]):
         assert "resid_post.0" not in th.roles(Shuffled(order), torch.randn(2, 5, 8))
     assert th.roles(Shuffled([0, 1, 2]), torch.randn(2, 5, 8))["resid_post.2"] == "blocks.2"
+
+
+class _PooledMixer(nn.Module):
+    """Every token gets the mean of all: the same for equal tokens, wherever they are."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.up, self.down = dim, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x - x.mean(self.dim, keepdim=True))))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_looks_along_the_tokens_is_no_feed_forward_part_whichever_dim_they_are(dim: int, batch: int) -> None:
+    model = nn.Sequential(_PooledMixer(dim), _PooledMixer(dim))
+    shape = (batch, 5, 8) if dim == 1 else (5, batch, 8)
+    assert "from each token" in th.roles(model, torch.randn(shape)).refused["mlp_out.1"]

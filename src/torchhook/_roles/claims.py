@@ -232,15 +232,14 @@ def scaled(text: str, name: str, site: Site, lookup: Site, weight: Tensor) -> Cl
 
 
 def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> Claim:
-    """Where two tokens of the stream are made equal, a feed-forward part makes the same of both."""
+    """Made from one token alone: where only others are changed, it stays. Read are two such runs, put side by side."""
 
     def holds(values: Values) -> str | None:
-        shape = values[before[1]].shape
+        shape = values[before[1]][0].shape
         if len(shape) < 3 or shape[1] < 2:
-            return "there is one token only: give inputs with several"
-        made = values[result[1]].reshape(*shape[:2], -1)
-        first, last = made[:, 0], made[:, -1]
-        return different(first, last) or different(first, first[:1].expand_as(first))
+            return "there is one token only: give inputs with several, batch first"
+        one, other = (made.reshape(*shape[:2], -1)[0, 0] for made in values[result[1]])
+        return different(one, other)
 
     return Claim(text, (before[0],), (result[0],), (before[1], result[1]), holds)
 

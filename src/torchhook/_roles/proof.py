@@ -41,15 +41,21 @@ class Judge:
         self._broken: set[int] = set()
 
     def tokenwise(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
-        """Try what is claimed of feed-forward parts, with two tokens made equal in what they are made from."""
-        tried = {name: pair for name, pair in claims.items() if name not in self.wrong and pair[0] not in self.wrong}
+        """Try what is claimed of feed-forward parts, while all tokens but one of what they are made from change."""
+        for name, (before, claim) in claims.items():
+            if before in self.wrong:
+                self.wrong.setdefault(name, f"{claim.text}: that cannot be shown, because @{before} is refused.")
+        tried = {name: pair for name, pair in claims.items() if name not in self.wrong}
         if not tried:
             return
-        values = self._run(
-            self._probes[0][1],
-            [claim for _, claim in tried.values()],
-            {self._sites[before]: _two_equal for before, _ in tried.values()},
+        read = [claim for _, claim in tried.values()]
+        befores = list(dict.fromkeys(before for before, _ in tried.values()))
+        one, other = (
+            self._run(self._probes[0][1], read, {self._sites[name]: _with_one_token(name, run) for name in befores})
+            for run in ("once", "again")
         )
+        lost = {site for site in one if one[site] is None or other[site] is None}
+        values = {site: None if site in lost else (one[site], other[site]) for site in one}
         for name, (_, claim) in tried.items():
             if (why := _tested(claim, values)) is not None:
                 self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
@@ -134,20 +140,29 @@ def _tested(claim: Claim, values: Values) -> str | None:
 
 
 def _moved(name: str) -> Edit:
-    seed = int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
-
     def move(value: Tensor) -> Tensor:
-        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
         size = value.double().square().mean().sqrt().clamp_min(1e-3).item()
-        return value + (noise * size).to(value.device, value.dtype)
+        return value + _noise(value, name) * size
 
     return move
 
 
-def _two_equal(value: Tensor) -> Tensor:
-    changed = value.clone()
-    changed[:, 0] = changed[:, -1] = value[:1, 0]
-    return changed
+def _with_one_token(name: str, run: str) -> Edit:
+    """Random values of which the first token is the same in every run, and the others are not."""
+
+    def change(value: Tensor) -> Tensor:
+        same, others = (_noise(value, text) for text in (name, f"{name} {run}"))
+        if value.dim() > 1:
+            others[0, 0] = same[0, 0]
+        return others
+
+    return change
+
+
+def _noise(value: Tensor, text: str) -> Tensor:
+    seed = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+    # On the CPU, where every device gets the same numbers from.
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value.device, value.dtype)
 
 
 def forced(expert: int) -> Edit:
