@@ -233,13 +233,15 @@ def peak_memory() -> tuple[Table, dict[str, float]]:
         found[rows] = int(done.stdout) * 1024
     ratio = found[50_000] / found[5_000]
     lines = [[f"{rows:,}", f"{nbytes / 1e6:,.0f}", f"{nbytes / found[5_000]:.2f}"] for rows, nbytes in found.items()]
-    return Table("Peak memory of a process", [">rows", ">MB", ">ratio"], lines), {"peak 50,000 / 5,000": ratio}
+    return Table("Peak memory of a process", [">rows", ">MB", ">ratio"], lines), {
+        "peak with 50,000 rows / with 5,000": ratio
+    }
 
 
-def best_of(rounds: int, *runs: Callable[[], float]) -> list[float]:
-    """The best seconds of each, in turns: other work on the machine only ever adds to them."""
+def in_turns(rounds: int, *runs: Callable[[], float]) -> list[float]:
+    """The median seconds of each, in turns."""
     found = [[run() for run in runs] for _ in range(rounds)]
-    return [min(times) for times in zip(*found, strict=True)]
+    return [median(times) for times in zip(*found, strict=True)]
 
 
 def timed(run: Callable[[], None]) -> float:
@@ -274,11 +276,11 @@ def reading(rounds: int) -> tuple[Table, dict[str, float]]:
             for row in chosen:
                 np.array(mapped[row])
 
-        a, b = best_of(rounds * 3, lambda f=ours: timed(f), lambda f=numpy: timed(f))  # type: ignore[misc]
+        a, b = in_turns(rounds * 3, lambda f=ours: timed(f), lambda f=numpy: timed(f))  # type: ignore[misc]
         lines.append(
             [f"random row of {width} floats, µs", f"{a / 5e3 * 1e6:.1f}", f"{b / 5e3 * 1e6:.1f}", f"{a / b:.2f}"]
         )
-        ratios[f"row read {width} / memmap"] = a / b
+        ratios[f"a random row of {width} floats, time / that of numpy's memmap"] = a / b
 
         def epoch(data: Any) -> Callable[[], float]:
             # Starting the workers is the same for all, and would hide the difference.
@@ -291,7 +293,7 @@ def reading(rounds: int) -> tuple[Table, dict[str, float]]:
             sum(1 for _ in loader)
             return lambda: timed(lambda: sum(x.shape[0] for x, _ in loader) and None)
 
-        store, memory, fast = best_of(
+        store, memory, fast = in_turns(
             rounds * 2 + 1,
             epoch(features.dataset("0")),
             epoch(TensorDataset(x, torch.arange(len(x)))),
@@ -300,7 +302,9 @@ def reading(rounds: int) -> tuple[Table, dict[str, float]]:
         for name, t in (("DataLoader", store), ("dataset.loader", fast)):
             line = [f"shuffled epoch, {width} floats, {name}, rows/s", *(f"{len(x) / s:,.0f}" for s in (t, memory))]
             lines.append([*line, f"{memory / t:.2f}"])
-            ratios[f"{name} {width} / in memory"] = memory / t
+            ratios[
+                f"a shuffled epoch of rows of {width} floats by {name}, rows a second / those of a tensor in memory"
+            ] = memory / t
         shutil.rmtree(folder)
     columns = ["reading", ">store", ">numpy memmap / tensor in memory", ">ratio"]
     return Table("Reading", columns, lines), ratios
@@ -349,11 +353,12 @@ def main() -> None:
     for name, run in tables.items():
         if given.only and name not in given.only:
             continue
-        table, found[name] = run()
+        table, ratios = run()
+        found[table.title] = ratios
         print(table, flush=True)
         print()
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+        if given.json:  # after each: they take minutes, and a later one may fail
+            given.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ Run = Callable[[], object]
 def limits(seconds: float) -> Iterator[Row]:
     """The rows, each with what it must reach; longer than the others, because they decide."""
     with torch.no_grad():
-        yield from per_call(8 * seconds)
-        yield from opening(8 * seconds)
-        yield from held(8 * seconds)
+        yield from per_call(4 * seconds)
+        yield from opening(4 * seconds)
+        yield from held(4 * seconds)
 
 
 def bare_per_call(model: nn.Module, names: list[str], x: Tensor) -> Run:

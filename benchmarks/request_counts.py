@@ -123,14 +123,15 @@ def table(shards: int = 100_000) -> tuple[Table, dict[str, float]]:
         ),
         "go on, 20 shards to make": (shards - 20, shards - 25, lambda url: run(url, shards)),
     }
-    lines, found = [], {}
+    lines: list[list[str]] = []
+    found: dict[str, float] = {}
     for number, (name, (present, indexed, call)) in enumerate(cases.items()):
         url = f"counted://bucket/{number}"
         made(url, shards, present, indexed)
         asked = counted(lambda call=call, url=url: call(url))  # type: ignore[misc]
         if "to make" in name:
             asked["PUT"] -= shards - present
-        found[name] = float(asked.total())
+        found[name] = asked.total()
         lines.append([name, *(str(asked[kind]) for kind in ("LIST", "GET", "PUT", "DELETE")), str(asked.total())])
         CountingStore.objects.clear()
     title = f"Requests to an object store with {shards:,} shards"

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 
 from results import ROOT, environment
-from write_readme import README, RESULTS, readme
+from write_readme import RESULTS
+from write_readme import main as write
 
 HERE = Path(__file__).parent
 BESIDE_PEERS = ["capture", "growth", "cam", "features", "hotspots"]
@@ -57,7 +58,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     chosen = options.only or programs
     failed = [name for name in chosen if run(name, peers if name in BESIDE_PEERS else sys.executable)]
-    README.write_text(readme())
+    write()
     sys.exit(f"failed, or over a limit: {', '.join(failed)}" if failed else 0)
 
 

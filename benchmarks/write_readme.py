@@ -1,5 +1,7 @@
 """Write ``benchmarks/README.md`` from the JSON in ``results/``, and from what ``where_the_time_goes.md`` says.
 
+The lines with numbers in the table of the front page are written too.
+
 python benchmarks/write_readme.py
 """
 
@@ -10,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results import Row, goal, shown
+from results import ROOT, Row, goal, shown
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE / "README.md"
 WORDS = HERE / "where_the_time_goes.md"
+FRONT = ROOT / "README.md"
 
 INTRODUCTION = """# Benchmarks
 
@@ -25,8 +28,9 @@ INTRODUCTION = """# Benchmarks
 `PYTHONPATH=src python benchmarks/gpu.py --json benchmarks/results/gpu.json`, then `python benchmarks/write_readme.py`.
 
 Every figure is a ratio, measured side by side in one run: the ways take turns, in a new order each round, and medians
-are compared. *Wrong values* are judged by bare PyTorch hooks that do `.detach().clone()`; a value that was overwritten
-in place before anybody could read it is wrong. A peer that fails is shown with its own message, shortened.
+are compared; half of the rounds lie between the two numbers beside a ratio. *Wrong values* are judged by bare PyTorch
+hooks that do `.detach().clone()`; a value that was overwritten in place before anybody could read it is wrong. A peer
+that fails is shown with its own message, shortened.
 
 | program | what it shows |
 |---|---|
@@ -64,7 +68,8 @@ NOTES = {
     "features": "1 is the forward passes alone, and more is better.",
     "cam": "1 is a forward and a backward pass of the plain model, through all of its layers.",
     "growth": "Lines by least squares, in processor time.",
-    "extract": "Ratios to the bound that each table names.",
+    "extract": "To disk, 1 is the bound, the slower of the forward passes and a raw write, and more is better. Memory "
+    "and reading are ratios to what each line names after the slash.",
     "sweep": "The loop written by hand is 1.",
     "watch": "The plain training step is 1.",
     "guard": "The plain step is 1.",
@@ -103,10 +108,15 @@ def plain_tables(rows: list[Row]) -> Iterator[str]:
     for work in dict.fromkeys(row.work for row in rows):
         mine = [row for row in rows if row.work == work]
         # Columns in which nothing stands are left out.
-        cells = [row.cells() for row in mine]
-        heads = ["way", "ratio", "must reach", "aim", "verdict", "wrong values", "note"]
+        cells = [[*row.cells()[:2], between(row), *row.cells()[2:]] for row in mine]
+        heads = ["way", "ratio", "half of the rounds", "must reach", "aim", "verdict", "wrong values", "note"]
         used = [place for place in range(len(heads)) if place < 2 or any(line[place] for line in cells)]
-        yield f"**{work}**\n\n" + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
+        yield bold(work) + table([heads[p] for p in used], [[line[p] for p in used] for line in cells])
+
+
+def between(row: Row) -> str:
+    """Where half of the rounds are; nothing for what the others are compared with."""
+    return "" if row.low is None or row.high is None or row.low == row.high else f"{shown(row.low)}–{shown(row.high)}"
 
 
 def pivots(rows: list[Row]) -> Iterator[str]:
@@ -120,7 +130,7 @@ def pivots(rows: list[Row]) -> Iterator[str]:
             lines.append([way, *(cells.get(column, "") for column in columns)])
             notes = dict.fromkeys(row.note for row in mine if row.way == way and row.ratio is None and row.note)
             said += [f"{way}: {note}" for note in notes]
-        text = f"**{work}**\n\n" + table(["way", *columns], lines)
+        text = bold(work) + table(["way", *columns], lines)
         yield text + ("\n\n" + "\n".join(f"- {note}" for note in said) if said else "")
 
 
@@ -141,8 +151,11 @@ def foreign(found: dict[str, Any]) -> Iterator[str]:
     """Tables of programs that have their own form: lists of results, or ratios by name, perhaps by table."""
     if isinstance(found.get("results"), list):
         results = found["results"]
-        heads = [head for head in results[0] if head not in ("notes", "milliseconds") and "(s)" not in head]
-        yield table(heads, [[_number(result.get(head)) for head in heads] for result in results])
+        left_out = ("notes", "milliseconds")
+        heads = [head for head in results[0] if head not in left_out and "(s)" not in head]
+        heads = [head for head in heads if any(result.get(head) is not None for result in results)]
+        lines = [[_number(result.get(head)) for head in heads] for result in results]
+        yield table([head.replace("_", " ") for head in heads], lines)
         return
     flat = {name: value for name, value in found.items() if isinstance(value, (int, float))}
     if flat:
@@ -150,13 +163,19 @@ def foreign(found: dict[str, Any]) -> Iterator[str]:
     for name, values in found.items():
         if isinstance(values, dict) and all(isinstance(value, (int, float)) for value in values.values()):
             lines = [[way, _number(value)] for way, value in values.items()]
-            yield f"**{name}**\n\n" + table(["", "ratio"], lines)
+            kind = "ratio" if any(isinstance(value, float) for value in values.values()) else "count"
+            yield bold(name) + table(["", kind], lines)
 
 
 def _number(value: Any) -> str:
     if isinstance(value, float):
         return shown(value) if value >= 0.001 or value == 0 else f"{value:.1e}"
     return "" if value is None else str(value)
+
+
+def bold(title: str) -> str:
+    """A line above a table; an asterisk in it is one that is meant."""
+    return "**" + title.replace("*", "\\*") + "**\n\n"
 
 
 def table(heads: list[str], lines: list[list[str]]) -> str:
@@ -198,9 +217,77 @@ def hotspots(found: dict[str, Any]) -> str:
     return "\n\n".join([*parts, origin(found.get("environment"))])
 
 
+# -- the table of the front page -----------------------------------------------------------------------------------
+
+COMPARED = [
+    "torchhook",
+    "bare hooks, clone",
+    "TorchHook 0.2.7",
+    "torchvision fx",
+    "captum LayerActivation",
+    "nnsight",
+]
+HOST, LARGE = "ResNet-50 b64, six stages to the host", "Llama of 6.6 billion parameters, 8x1024 tokens, 32 blocks"
+ON_A_GPU = {
+    "ResNet-50, six stages to the host": (HOST, "session per call, device='cpu'", ".cpu()"),
+    "a decoder of 6.6 billion parameters, 32 blocks (2.1 GB) kept on the GPU": (
+        LARGE,
+        "kept on the GPU, session per call",
+        "clone",
+    ),
+    "the same, to the host": (LARGE, "device='cpu', session per call", ".cpu()"),
+}
+
+
+def front(text: str) -> str:
+    """The front page with the numbers of the results in the lines of its tables that have numbers."""
+    lines = text.splitlines()
+    for title, cells in measured().items():
+        [place] = [n for n, line in enumerate(lines) if line.startswith(f"| {title} |")]
+        lines[place] = "| " + " | ".join([title, *cells]) + " |"
+    return "\n".join(lines) + "\n"
+
+
+def measured() -> dict[str, list[str]]:
+    """Those lines, by their titles."""
+    rows = _rows("capture")
+    resnet = [_all_layers(rows, "ResNet-18", way) for way in COMPARED]
+    small = [_all_layers(rows, "100 small layers", way) for way in COMPARED]
+    found = {
+        "wrong values, all layers of ResNet-18": [f"{row.wrong} of {row.values}" if row else "" for row in resnet],
+        "cost, all layers of ResNet-18": [_ratio(row) for row in resnet],
+        "cost, 100 tiny layers": [_ratio(row) for row in small],
+    }
+    rows = _rows("gpu")
+    for title, (work, ours, bare) in ON_A_GPU.items():
+        beside = _ratio(_gpu(rows, work, f"bare hooks, {bare}"))
+        found[title] = [_ratio(_gpu(rows, work, ours)), f"{beside} by `.{bare.strip('.()')}()`"]
+    return found
+
+
+def _rows(name: str) -> list[Row]:
+    return [Row(**row) for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
+
+
+def _all_layers(rows: list[Row], work: str, way: str) -> Row | None:
+    """For each call, or for a way that has only that, held."""
+    mine = {row.column: row for row in rows if (row.work, row.way) == (work, way) and row.ratio is not None}
+    return mine.get("all, per call") or mine.get("all, held")
+
+
+def _gpu(rows: list[Row], work: str, way: str) -> Row | None:
+    return next((row for row in rows if (row.work, row.way) == (work, way)), None)
+
+
+def _ratio(row: Row | None) -> str:
+    """Two decimals are enough for a first look."""
+    return "" if row is None or row.ratio is None else f"{row.ratio:.2f}" if row.ratio < 20 else f"{row.ratio:.0f}"
+
+
 def main() -> None:
     README.write_text(readme())
-    print(f"wrote {README}")
+    FRONT.write_text(front(FRONT.read_text()))
+    print(f"wrote {README} and the numbers in {FRONT}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def benchmarks() -> dict[str, ModuleType]:
     # Scripts import each other by their bare names, as Python's path has it when one of them is run.
     sys.path.insert(0, str(FOLDER))
     try:
-        names = ["timing", "bare", "results", "write_readme", "capture", "models", "ways"]
+        names = ["timing", "bare", "results", "write_readme", "capture", "models", "ways", "run"]
         return {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(FOLDER))
@@ -122,6 +122,21 @@ def test_a_line_has_what_one_more_costs_and_what_none_would(benchmarks: dict[str
     assert (round(slope, 6), round(rest, 6)) == (2, 10)
 
 
+def test_what_must_hold_is_the_median_of_processes_and_not_the_luckiest(benchmarks: dict[str, ModuleType]) -> None:
+    Row, together = benchmarks["results"].Row, benchmarks["capture"].together
+    runs = [
+        [Row("w", "plain", 1.0), Row("w", "ours", ratio, 1.15, None, wrong, 9, low=ratio - 0.1, high=ratio + 0.1)]
+        for ratio, wrong in ((1.2, 0), (1.08, 0), (1.16, 2), (1.3, 0), (1.11, 0))
+    ]
+    plain, ours = together(runs)
+    assert (plain.ratio, plain.low) == (1.0, None)
+    assert (ours.ratio, ours.verdict, ours.wrong, ours.values) == (1.16, "MISSED", 2, 9)
+    assert (round(ours.low, 6), round(ours.high, 6)) == (1.06, 1.26)
+    # A process that failed leaves a row of its own, and the figures of the others.
+    failed = Row("not measured", "limits", None, note="killed")
+    assert together([*runs[:3], [failed]])[-1] == failed
+
+
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +175,7 @@ def test_the_page_has_every_row_with_its_wrong_values_and_its_origin(
     monkeypatch.setattr(writer, "RESULTS", tmp_path)
     report = results.Report("toy", tmp_path / "capture.json")
     report.add(
-        results.Row("Limit", "ours", 1.5, 1.15, None, 0, 3),
+        results.Row("Limit of h.*.attn", "ours", 1.5, 1.15, None, 0, 3, low=1.4, high=1.6),
         results.Row("ResNet-18", "peer", 1.25, wrong=17, values=67, column="all, per call"),
         results.Row("ResNet-18", "peer", None, column="one, held", note="TraceError: a | b"),
     )
@@ -169,12 +184,58 @@ def test_the_page_has_every_row_with_its_wrong_values_and_its_origin(
         json.dumps({"environment": found_environment(), "found": {"disk": {"raw": 0.5}}})
     )
     page = writer.readme()
-    assert "| ours | 1.500 | 1.15 | MISSED | 0 of 3 |" in page
+    assert "| ours | 1.500 | 1.400–1.600 | 1.15 | MISSED | 0 of 3 |" in page
+    assert "**Limit of h.\\*.attn**\n" in page
     assert "| peer | 1.250 (**17 of 67 wrong**) | fails |" in page
     assert "- peer: TraceError: a | b" in page
     assert "| every=1 | 1.500 | 1.600 |" in page
     assert "| raw | 0.500 |" in page
     assert "a machine; Python 3; torch 1; commit abc." in page
+
+
+# What the programs with a form of their own write, before run.py adds the machine.
+OWN_FORMS = {
+    "watch": {"title": "t", "results": [{"kind": "every=1", "ratio_in_a_row": None, "processor_ratio": 1.75}]},
+    "guard": {"title": "t", "results": [{"work": "GPT-2", "milliseconds": 9.0, "guard": 1.75, "bare flags": 2.0}]},
+    "sweep": {"torch": "1", "results": [{"model": "tiny", "by hand (s)": 9.0, "ratio": 1.75, "notes": []}]},
+    "extract": {"From rest: 9 rows": {"raw write": 1.75}, "Requests": {"open": 3}},
+}
+
+
+def test_every_program_that_runs_has_its_place_on_the_page(
+    benchmarks: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, writer, run = benchmarks["results"], benchmarks["write_readme"], benchmarks["run"]
+    monkeypatch.setattr(writer, "RESULTS", tmp_path)
+    names = [name for name in [*run.BESIDE_PEERS, *run.ALONE] if name != "hotspots"]  # at the end, in words
+    assert OWN_FORMS.keys() == set(run.ALONE)
+    assert [name for name in names if not (FOLDER / f"{name}.py").exists()] == []
+    for name in names:
+        path = tmp_path / f"{name}.json"
+        if name in OWN_FORMS:
+            path.write_text(json.dumps(OWN_FORMS[name]))
+            run.add_environment(path)
+        else:
+            results.Report(name, path).add(results.Row("work", "way", 1.75, low=1.5, high=1.875))
+        page = writer.readme()
+        assert f"## {writer.TITLES[name]}\n" in page, name
+        assert "| 1.750 |" in page, name
+        assert f"commit {results.commit()}." in page, name
+        assert "{" not in page, name
+        path.unlink()
+
+
+def test_tables_of_the_page_have_only_columns_that_say_something(
+    benchmarks: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = benchmarks["write_readme"]
+    monkeypatch.setattr(writer, "RESULTS", tmp_path)
+    for name, found in OWN_FORMS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    page = writer.readme()
+    assert "| kind | processor ratio |" in page
+    assert "| work | guard | bare flags |" in page
+    assert "|  | count |\n|---|---|\n| open | 3 |" in page
 
 
 def found_environment() -> dict[str, object]:
@@ -184,6 +245,23 @@ def found_environment() -> dict[str, object]:
 def test_the_page_in_the_repository_is_the_one_that_its_figures_give(benchmarks: dict[str, ModuleType]) -> None:
     writer = benchmarks["write_readme"]
     assert writer.README.read_text() == writer.readme(), "run: python benchmarks/write_readme.py"
+
+
+def test_the_numbers_of_the_front_page_are_those_of_the_results(benchmarks: dict[str, ModuleType]) -> None:
+    writer = benchmarks["write_readme"]
+    page = writer.FRONT.read_text()
+    assert page == writer.front(page), "run: python benchmarks/write_readme.py"
+    # By hand, from the file itself: the line of the wrong values.
+    rows = json.loads((writer.RESULTS / "capture.json").read_text())["rows"]
+    ours = [row for row in rows if (row["work"], row["way"]) == ("ResNet-18", "torchhook")]
+    [row] = [row for row in ours if row["column"] == "all, per call"]
+    assert f"| wrong values, all layers of ResNet-18 | {row['wrong']} of {row['values']} |" in page
+    assert f"| cost, all layers of ResNet-18 | {row['ratio']:.2f} |" in page
+
+
+def test_a_front_page_without_its_lines_is_an_error(benchmarks: dict[str, ModuleType]) -> None:
+    with pytest.raises(ValueError, match="unpack"):
+        benchmarks["write_readme"].front("# A page\n")
 
 
 def test_the_programs_say_what_they_are_and_parse() -> None:

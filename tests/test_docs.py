@@ -87,6 +87,28 @@ def test_every_page_is_in_the_navigation_and_nothing_else_is() -> None:
     assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+def test_the_front_page_names_this_version_and_the_oldest_ones_that_do() -> None:
+    page = (ROOT / "README.md").read_text()
+    settings = (ROOT / "pyproject.toml").read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', settings)
+    library = re.search(r'"torch>=([\d.]+)', settings)
+    assert python is not None
+    assert library is not None
+    assert f"Version {th.__version__} · Python {python[1]} and torch {library[1]}, or newer" in page
+
+
+def test_the_start_page_agrees_with_the_front_page() -> None:
+    front, start = (path.read_text() for path in (ROOT / "README.md", DOCS / "index.md"))
+    with_output = {(block.code, block.output) for block in blocks(start) if block.output}
+    [guard] = [block for block in blocks(front) if "th.guard" in block.code]
+    assert (guard.code, guard.output) in with_output
+    outputs = {output for _, output in with_output}
+    assert {block.output for block in blocks(front) if block.output} <= outputs
+    commands = re.findall(r"^(pip install \S+) +#", start, re.MULTILINE)
+    assert len(commands) == 3
+    assert all(command in front for command in commands)
+
+
 def test_every_error_has_a_page_that_says_when_it_is_raised() -> None:
     for name in errors.__all__:
         text = (DOCS / "errors" / f"{name}.md").read_text()

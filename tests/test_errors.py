@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
+import io
+import pickle
 import re
+import subprocess
 import sys
+import traceback
+import warnings
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +72,99 @@ def test_the_files_docstring_names_every_class_with_its_builtins() -> None:
         own = [b.__name__ for b in cls.__bases__ if b.__module__ == "builtins"]
         if stated:
             assert stated[1].split(", ") == own
+
+
+# -- the page of an error ------------------------------------------------------------------------------
+
+
+def addresses(text: str) -> list[str]:
+    return re.findall(r"^About \w+: (\S+)$", text, re.MULTILINE)
+
+
+def raised(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, None))
+
+
+def an_error(kind: Any, text: str = "what happened, and what to do.") -> BaseException:
+    made: BaseException = kind(text)
+    return made
+
+
+@pytest.mark.parametrize("kind", [c for c in error_classes() if issubclass(c, errors.TorchHookError)])
+def test_a_traceback_ends_with_the_address_of_the_errors_page(kind: type) -> None:
+    error = an_error(kind)
+    assert str(error) == "what happened, and what to do."  # the message itself is what it was
+    assert f"{error}" == str(error)
+    for again in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        shown = raised(again)
+        assert shown.splitlines()[-2].endswith(": what happened, and what to do.")
+        [address] = addresses(shown)
+        assert shown.rstrip().endswith(address)
+        page = Path(unquote(urlparse(address).path))
+        assert page.name == f"{kind.__name__}.md"
+        assert page.read_text("utf-8").startswith(f"# {kind.__name__}\n")
+
+
+@pytest.mark.parametrize("thread", [True, False], ids=["in a thread", "in the program"])
+def test_an_error_that_nobody_catches_is_printed_with_its_page(thread: bool) -> None:
+    call = "threading.Thread(target=fail).start()" if thread else "fail()"
+    program = f"""
+import threading
+from torchhook import errors
+def fail():
+    raise errors.MissingRecordError("no 'fc'")
+{call}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "torchhook.errors.MissingRecordError: no 'fc'\n" in done.stderr
+    assert len(addresses(done.stderr)) == 1
+
+
+def test_notebooks_and_rich_show_the_page_too() -> None:
+    error = errors.MissingRecordError("no 'fc'")
+    ultratb = pytest.importorskip("IPython.core.ultratb")
+    shown = ultratb.ListTB().text(type(error), error, [])
+    assert shown.count("errors/MissingRecordError.md") == 1
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(file=io.StringIO(), width=400)
+    console.print(pytest.importorskip("rich.traceback").Traceback.from_exception(type(error), error, None))
+    assert "errors/MissingRecordError.md" in console.file.getvalue()
+
+
+def test_a_class_derived_from_an_error_leads_to_the_page_of_the_one_above_it() -> None:
+    class Mine(errors.EditError):
+        pass
+
+    assert errors.about(Mine) == errors.about(errors.EditError)
+
+
+@pytest.mark.parametrize("kind", [c for c in error_classes() if not issubclass(c, errors.TorchHookError)])
+def test_a_warning_is_printed_with_the_address_of_its_page(kind: type[Warning]) -> None:
+    warning = kind("what looks wrong.")
+    assert str(warning) == "what looks wrong."
+    shown = warnings.formatwarning(warning, kind, "train.py", 3, "model(x)")  # type: ignore[arg-type]
+    [address] = addresses(shown)
+    assert Path(unquote(urlparse(address).path)).is_file()
+    assert shown.startswith(f"train.py:3: {kind.__name__}: what looks wrong.\nAbout ")
+
+
+def test_where_the_site_has_an_address_links_lead_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "SITE", "https://example.org/docs/")
+    errors._about.cache_clear()
+    try:
+        # As ``use_directory_urls: false`` names pages.
+        assert errors.about(errors.EditError) == "About EditError: https://example.org/docs/errors/EditError.html"
+    finally:
+        errors._about.cache_clear()
+
+
+def test_the_address_of_the_site_is_one_in_all_places() -> None:
+    root = Path(__file__).parent.parent
+    package = re.search(r'^Documentation = "(.*)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    site = re.search(r"^site_url: *(\S+)", (root / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert [found[1] if found else "" for found in (package, site)] == [errors.SITE] * 2
+    assert "use_directory_urls: false" in (root / "mkdocs.yml").read_text()
+    assert not errors.SITE or re.fullmatch(r"https://\S+/", errors.SITE)
 
 
 def test_a_missing_record_shows_its_message_and_not_a_repr_of_it() -> None:

@@ -85,7 +85,8 @@ def test_the_source_and_the_wheel_are_whole_and_pass_twine(built: Path) -> None:
     done = python("-m", "twine", "check", "--strict", str(wheel), str(source))
     assert done.returncode == 0, done.stdout + done.stderr
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {name for name in names if ".dist-info/" not in name} == files_of_the_package()
+    pages = {f"torchhook/_pages/errors/{page.name}" for page in (ROOT / "docs" / "errors").glob("*.md")}
+    assert {name for name in names if ".dist-info/" not in name} == files_of_the_package() | pages
     assert "torchhook/py.typed" in names
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
@@ -102,6 +103,8 @@ def test_the_tests_pass_against_the_installed_wheel(built: Path, tmp_path: Path)
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     where = python("-c", "import torchhook; print(torchhook.__file__)", PYTHONPATH=path).stdout
     assert where.startswith(str(tmp_path)), where
+    link = python("-c", "from torchhook import errors; print(errors.about(errors.EditError))", PYTHONPATH=path).stdout
+    assert (tmp_path / "torchhook" / "_pages" / "errors" / "EditError.md").as_uri() in link
     command = tmp_path / "bin" / "torchhook"
     shown = subprocess.run(
         [command, "--version"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}

@@ -8,9 +8,13 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import torchhook as th
+from tests.language_models import small_llama
+from torchhook import edits
 from torchhook import transforms as tf
+from torchhook._values import padding
 from torchhook.errors import TransformError
 
 x3 = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -169,3 +173,59 @@ def test_a_transform_is_what_the_protocol_says_and_so_is_a_plain_function():
 
 def test_nothing_shadows_a_builtin():
     assert not set(tf.__all__) & set(dir(builtins))
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_keeps_the_part_that_an_edit_would_change() -> None:
+    model, call = small_llama()
+    sites = [
+        "model.layers.*.self_attn.q_proj",
+        "model.layers.0.self_attn.k_proj",
+        "model.layers.1.self_attn.o_proj:input",
+    ]
+    transform = tf.only(positions=[0, -1], rows=1, heads=1)
+    _, whole = th.run(model, **call, capture=sites)
+    _, parts = th.run(model, **call, capture=sites, transform=transform)
+    assert len(parts) == 4
+    for site in whole:
+        heads = whole[site].unflatten(-1, (-1, 8))
+        assert torch.equal(parts[site], heads[1:, [0, -1]][:, :, 1:2])
+    op = "model.layers.0.self_attn/scaled_dot_product_attention"
+    _, part = th.run(model, **call, capture=op, transform=tf.compose(transform, tf.cast(torch.half)))
+    _, all_ = th.run(model, **call, capture=op)
+    assert torch.equal(part[op], all_[op][1:, 1:2, [0, -1]].half())
+
+
+def test_a_session_with_only_opens_again_and_keeps_safe_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    session = th.capture(model, "0", "1", transform=tf.only(positions=slice(0, 2)))
+    for _ in range(2):
+        x = torch.randn(2, 3, 4)
+        with session as rec:
+            model(x)
+        expected = model[0](x)[:, :2]
+        assert torch.equal(rec["0"], expected)
+        assert torch.equal(rec["1"], expected.relu())
+
+
+def test_only_says_what_is_not_there_and_is_a_value() -> None:
+    with pytest.raises(ValueError, match=r"transforms.only needs positions=, rows= or heads="):
+        tf.only()
+    with pytest.raises(TransformError, match=r"transforms.only\(heads=3\): where the heads are cannot be told"):
+        tf.only(heads=3)(torch.zeros(1, 2, 4))
+    with pytest.raises(TransformError, match=r"positions=5 is outside of the 2 that there are"):
+        tf.only(positions=5)(torch.zeros(1, 2, 4))
+    one = tf.only(positions=[0, 1], heads=edits.along(0, dim=2, count=2))
+    assert pickle.loads(pickle.dumps(one)) == one != tf.only(positions=[0, 1])
+    assert repr(one) == "only(positions=[0, 1], heads=edits.along(0, 2, 2))"
+
+
+def test_only_counts_positions_among_what_is_no_padding() -> None:
+    x = torch.arange(8.0).reshape(2, 4, 1)
+    with padding.knowing(padding.given("lengths=", [2, 4], 2)):
+        assert tf.only(positions=-1)(x).flatten().tolist() == [1.0, 7.0]
+        assert tf.only(positions=[0, 1])(x).flatten().tolist() == [0.0, 1.0, 4.0, 5.0]
+        with pytest.raises(TransformError, match="positions are counted in each"):
+            tf.only(positions=slice(0, 2))(x)

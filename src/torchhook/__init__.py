@@ -2,7 +2,7 @@
 
 see what there is    layers, ops: modules and operations, with their addresses and shapes; roles: standard names
 keep values          capture, run; load opens a recording that was saved
-change values        edit; clip_gradients; sweep patches one site after the other
+change values        edit; clip_gradients; sweep patches one site after the other; save_edits, load_edits
 find what is wrong   guard: the first NaN; watch: statistics while training; diff: where two runs part
 explain an output    attention, rollout, cam, lens; plot draws; report: all of it on one page
 whole data sets      extract writes features to disk; open_features reads them
@@ -43,6 +43,7 @@ from torchhook._sweep.api import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
 from torchhook._watch.api import watch
+from torchhook.edits.files import load_edits, save_edits
 
 __all__ = [
     "FeatureExtractor",
@@ -69,6 +70,7 @@ __all__ = [
     "layers",
     "lens",
     "load",
+    "load_edits",
     "model_summary",
     "open_features",
     "ops",
@@ -77,6 +79,7 @@ __all__ = [
     "roles",
     "rollout",
     "run",
+    "save_edits",
     "sweep",
     "transforms",
     "types",

@@ -27,6 +27,7 @@ from torchhook._core.session import Session
 from torchhook._core.sharding import Home, Homes
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
+from torchhook._recording.tables import facts
 from torchhook._values.subclasses import full, is_distributed, is_partial, local
 
 Limit: TypeAlias = "Callable[[Tensor], Tensor | None]"
@@ -72,7 +73,15 @@ class GradientClip(Openable):
     def __init__(self, index: Index, limits: Clamped | _Shortened) -> None:
         self._plan: tuple[Index, Clamped | _Shortened] | None = (index, limits)
         self._session: Session | None = None
+        self._says = f"{'elements' if isinstance(limits, Clamped) else 'norm'} up to {limits.bound:g}"
+        self._model = type(index.root).__name__
         self._made()
+
+    def __repr__(self) -> str:
+        return f"<gradient clip on {self._model}: {self._says}, {self._state}>"
+
+    def _repr_html_(self) -> str:
+        return facts("Gradient clip", {"model": self._model, "limit": self._says, "state": self._state})._repr_html_()
 
     def _start(self) -> None:
         assert self._plan is not None
@@ -205,14 +214,14 @@ class Clamped(_Limits):
 
     def __init__(self, bound: float, index: Index | None = None) -> None:
         super().__init__(index, "clamped")  # nobody is asked: each rank clamps what it has
-        self._bound = bound
+        self.bound = bound
         self._waiting: dict[int, Home] = {}
         self._end = AtEnd()
 
     def limit(self, grad: Tensor) -> Tensor | None:
         # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum
         # of clamped ones.
-        return grad.clamp(-self._bound, self._bound) if self._stages is None else None
+        return grad.clamp(-self.bound, self.bound) if self._stages is None else None
 
     def arrived(self, home: Home) -> None:
         """A gradient came that is still to be reduced."""
@@ -228,7 +237,7 @@ class Clamped(_Limits):
         for home in homes:
             if home.parameter.grad is not None:
                 # In place: DDP's buckets and FSDP's flat gradients are views of larger memory.
-                local(home.parameter.grad).clamp_(-self._bound, self._bound)
+                local(home.parameter.grad).clamp_(-self.bound, self.bound)
 
 
 class _Shortened(_Limits):
@@ -236,7 +245,7 @@ class _Shortened(_Limits):
 
     def __init__(self, bound: float, index: Index) -> None:
         super().__init__(index, "clipped")
-        self._bound = bound
+        self.bound = bound
         self._waiting: dict[int, Home] = {}
         self._end = AtEnd()
 
@@ -261,7 +270,7 @@ class _Shortened(_Limits):
         if self._stages is not None or any(home.groups or is_distributed(home.parameter) for home in homes):
             self._clip_over_ranks(homes)
         else:
-            nn.utils.clip_grad_norm_([h.parameter for h in homes if h.parameter.grad is not None], self._bound)
+            nn.utils.clip_grad_norm_([h.parameter for h in homes if h.parameter.grad is not None], self.bound)
 
     def _clip_over_ranks(self, homes: list[Home]) -> None:
         squares: dict[tuple[Any, ...], Tensor] = {}
@@ -282,7 +291,7 @@ class _Shortened(_Limits):
             over_stages = torch.tensor(total, dtype=torch.float64, device=device)
             self._add_up(over_stages, (self._stages,))
             total = float(over_stages)
-        factor = min(1.0, self._bound / (total**0.5 + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        factor = min(1.0, self.bound / (total**0.5 + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         for home in homes:
             if home.parameter.grad is not None:
                 local(home.parameter.grad).mul_(factor)

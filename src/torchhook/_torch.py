@@ -50,8 +50,14 @@ def _missing(path: str, purpose: str) -> Callable[..., NoReturn]:
 lazy_clone: Callable[[Tensor], Tensor] = _find("_lazy_clone", torch.clone)
 """A tensor that shares memory until someone writes to it; an ordinary copy where torch cannot."""
 
+is_lazy_clone: Callable[[Tensor], bool] = _find("_C._is_cow_tensor", lambda tensor: False)
+"""Whether a tensor's memory has been shared by ``lazy_clone`` and not been written to since."""
+
 base_of: Callable[[Tensor], Tensor | None] = _find("_base.__get__", lambda tensor: tensor, Tensor)
 """The tensor that this one is a view of, if it is one; itself where nobody knows: that only costs a closer look."""
+
+use_count: Callable[[Tensor], int] = _find("_use_count", lambda tensor: sys.maxsize, Tensor)
+"""How many hold a tensor inside of torch, its views among them, and Python as one; very many where nobody knows."""
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -134,14 +140,15 @@ def unwrapped(tensor: Tensor) -> Tensor:
 current_node: Callable[[], Any] = _find("_C._current_autograd_node", lambda: None)
 """The step of the backward pass that runs in this thread, if one does."""
 
-_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+torch_task: Callable[[], int] = _find("_C._current_graph_task_id", lambda: -1 if current_node() is None else 0)
+"""As ``graph_task``, by torch's own count: -1 means surely none."""
 ended_tasks: set[int] = set()
 """Backward passes that torch counts as running while what was to be called after them runs."""
 
 
 def graph_task() -> int:
     """The backward pass that is running in this thread; -1 for none."""
-    return -1 if (task := _graph_task()) in ended_tasks else task
+    return -1 if (task := torch_task()) in ended_tasks else task
 
 
 next_sequence_number: Callable[[], int] = _find("_C._autograd._get_sequence_nr", lambda: 0)
@@ -265,7 +272,8 @@ _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = _find("_call_impl.__code__", _find("__call__.__code__", None, nn.Module), nn.Module)
 
 
-def _frames(depth: int) -> Iterator[FrameType]:
+def frames(depth: int) -> Iterator[FrameType]:
+    """What runs in this thread, from the caller's caller on outwards; ``depth`` passes over some more."""
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None:
         yield frame
@@ -274,17 +282,17 @@ def _frames(depth: int) -> Iterator[FrameType]:
 
 def times_running(module: nn.Module) -> int:
     """How many calls of a module are under way in this thread."""
-    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in _frames(1))
+    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames(1))
 
 
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread."""
-    return next((frame.f_locals.get("self") for frame in _frames(1) if frame.f_code is _CALL), None)
+    return next((frame.f_locals.get("self") for frame in frames(1) if frame.f_code is _CALL), None)
 
 
 def in_bare_segment() -> bool:
     """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
-    for frame in _frames(1):
+    for frame in frames(1):
         if frame.f_globals.get("__name__") == _MODULES:
             return False
         if frame.f_globals is vars(checkpoint):
@@ -302,7 +310,7 @@ def segments() -> tuple[Any, list[Any]]:
     Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
     """
     recomputed, first = None, []
-    for frame in _frames(1):
+    for frame in frames(1):
         if frame.f_globals is vars(checkpoint):
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started

@@ -7,7 +7,8 @@ and stands beside it because files stay short.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -54,9 +55,20 @@ def _works_on_leaves() -> bool:
     return found == [2.0]
 
 
+_keys: Iterator[int] = iter(())
+"""Keys that torch gives to nobody else. Many are taken at once: to change a class, for each hook, is slow."""
+
+
+def _more_keys() -> int:
+    global _keys
+    first = RemovableHandle.next_id
+    RemovableHandle.next_id = first + 1000
+    _keys = iter(range(first + 1, first + 1000))
+    return first
+
+
 def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> None:
-    key = RemovableHandle.next_id
-    RemovableHandle.next_id = key + 1
+    key = next(_keys, None) or _more_keys()
     # Known before it is there: an interrupt may come between any two lines.
     if marks is not None:
         undo.append((marks, key))
@@ -77,8 +89,7 @@ def put_after(undo: Undo, module: nn.Module, hook: Hook) -> None:
     """Call ``hook(module, args, output)`` after the module ran."""
     if is_direct and type(module).register_forward_hook is _AFTER:
         # As in _put, without the call.
-        key = RemovableHandle.next_id
-        RemovableHandle.next_id = key + 1
+        key = next(_keys, None) or _more_keys()
         undo.append((hooks := module._forward_hooks, key))
         hooks[key] = hook
     else:
@@ -91,8 +102,7 @@ def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
     hooks = getattr(leaf, "_backward_hooks", None)
     is_plain = leaf.grad_fn is None and type(leaf) in (Tensor, nn.Parameter)
     if is_direct and is_plain and type(hooks) is OrderedDict:
-        key = RemovableHandle.next_id
-        RemovableHandle.next_id = key + 1
+        key = next(_keys, None) or _more_keys()
         undo.append((hooks, key))
         hooks[key] = hook
     else:
@@ -108,3 +118,69 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
 
 
 is_direct = _works()
+
+
+# -- who holds a value ---------------------------------------------------------------------------------
+
+
+class _Makes(nn.Module):
+    """Returns a value that nobody else holds, or one that it holds itself."""
+
+    def forward(self, hold: bool) -> Tensor:
+        value = torch.ones(2)
+        self.held = value if hold else None
+        return value
+
+
+class _Counts:
+    """A hook as taps are: an object, called with the value as its last argument."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.found = getrefcount(output)
+
+
+def _references_in_hook(hold: bool) -> int:
+    module, hook = _Makes(), _Counts()
+    module.register_forward_hook(hook)
+    module(hold)
+    return hook.found
+
+
+def _references_of_base(view: Tensor) -> int:
+    base: Any = view._base
+    return int(getrefcount(base) + base._use_count())
+
+
+def _references_of_part(parts: tuple[Tensor]) -> int:
+    for part in parts:
+        found = getrefcount(part)
+    return found
+
+
+def _counted(count: Callable[[bool], int]) -> int:
+    """The references to a value that nobody else holds; -1 where one that is held would not have one more."""
+    try:
+        if nn.modules.module._has_any_global_hook():  # they may hold what passes, now and not later
+            return -1
+        made, held = count(False), count(True)
+    except Exception:  # whatever a later torch or Python makes of it
+        return -1
+    return made if held == made + 1 else -1
+
+
+def _of_base(hold: bool) -> int:
+    held = torch.ones(2)
+    return _references_of_base(held.view(2, 1) if hold else torch.ones(2).view(2, 1))
+
+
+def _of_part(hold: bool) -> int:
+    held = torch.ones(2)
+    return _references_of_part((held,) if hold else (torch.ones(2),))
+
+
+held_by_call = _counted(_references_in_hook)
+"""How many references a hook finds to its value when only the running call holds it: then the call has made it."""
+held_by_view = _counted(_of_base)
+"""How many a function finds to what a tensor is a view of, with those inside of torch, when only the view holds it."""
+held_by_tuple = _counted(_of_part)
+"""How many a loop finds to a part of a tuple, when only the tuple holds that."""

@@ -96,7 +96,7 @@ def _see_photographs(console: Console, out: Path) -> None:
         console.rule(f"{name}: class {int(found)}, {float(share):.0%} (it shows: {label})")
         if name == "chelsea":
             console.print(str(recording), highlight=False, soft_wrap=True)
-            plot.feature_maps(recording, ["_blocks.0", "_blocks.4", "_blocks.10", "_conv_head"], reduce="mean").savefig(
+            plot.feature_maps(recording, ["_blocks.0", "_blocks.4", "_blocks.10", "_conv_head"], reduce="norm").savefig(
                 out / "feature-maps.png", dpi=110
             )
         seen = cam(model, x, int(found))

@@ -35,13 +35,15 @@ DataWarning              (UserWarning)                 the rows that are kept ma
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
-from types import FrameType, ModuleType
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 __all__ = [
@@ -77,8 +79,55 @@ __all__ = [
 ]
 
 
+SITE = ""
+"""The address of the documentation site, with a slash at its end; empty where the site has none.
+
+It is also pyproject.toml's ``Documentation`` and mkdocs.yml's ``site_url``.
+"""
+_HERE = Path(__file__).resolve().parent
+_PRINTERS = frozenset({"traceback", "threading", "IPython.core.ultratb", "rich.traceback"})
+
+
+def about(kind: type) -> str:
+    """A line that leads to the page of an error or warning."""
+    return _about(next((base.__name__ for base in kind.__mro__ if base.__name__ in __all__), "index"))
+
+
+@functools.cache
+def _about(name: str) -> str:
+    if SITE:
+        return f"About {name}: {SITE}errors/{name}.html"
+    # In the package that is installed, or beside the sources.
+    pages = (_HERE / "_pages" / "errors", _HERE.parent.parent / "docs" / "errors")
+    page = next((page for folder in pages if (page := folder / f"{name}.md").is_file()), None)
+    return f"About {name}: {page.as_uri() if page else f'docs/errors/{name}.md'}"
+
+
+# No note: Python 3.10 has none, torch's compiler cannot follow a constructor that adds one, and to pytest notes are a
+# part of the message.
+def _is_printed() -> bool:
+    """Whether the message of an error is asked for by what prints tracebacks."""
+    try:
+        asks = sys._getframe(2)
+    except ValueError:  # nobody in Python: the interpreter, about to end
+        return True
+    return asks.f_globals.get("__name__") in _PRINTERS
+
+
+def _with_page(warning: Warning, spec: str) -> str:
+    """A warning as it is printed: the message alone is ``str`` of it."""
+    return f"{format(str(warning), spec)}\n{about(type(warning))}"
+
+
 class TorchHookError(Exception):
-    """Base of every error that TorchHook raises."""
+    """Base of every error that TorchHook raises.
+
+    A traceback ends with the address of its page, which is no part of the message: ``str(error)`` is that alone.
+    """
+
+    def __str__(self) -> str:
+        text = BaseException.__str__(self)  # not KeyError's own, which shows the message as a repr
+        return f"{text}\n{about(type(self))}" if _is_printed() else text
 
 
 class SelectorError(TorchHookError, ValueError, AttributeError):
@@ -91,9 +140,6 @@ class SelectorError(TorchHookError, ValueError, AttributeError):
 
 class MissingRecordError(TorchHookError, KeyError):
     """The recording has no such site."""
-
-    def __str__(self) -> str:  # KeyError would show the message as a repr
-        return str(self.args[0]) if self.args else ""
 
 
 class NeverRanError(MissingRecordError):
@@ -177,29 +223,43 @@ class MissingExtraError(TorchHookError, ImportError):
 class NeverRanWarning(UserWarning):
     """Sites that were selected and never ran, with the likely cause of each."""
 
+    __format__ = _with_page
+
 
 class NeverOpenedWarning(UserWarning):
     """A session, guard, watch or clip was made and dropped without ever being opened, so it did nothing."""
+
+    __format__ = _with_page
 
 
 class GuardWarning(UserWarning):
     """A guarded model made a NaN or Inf, and ``guard(action="warn")`` let it go on."""
 
+    __format__ = _with_page
+
 
 class TrainingWarning(UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
+
+    __format__ = _with_page
 
 
 class RecomputeWarning(UserWarning):
     """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
 
+    __format__ = _with_page
+
 
 class TorchVersionWarning(UserWarning):
     """This version of torch is newer than any that TorchHook was tested with."""
 
+    __format__ = _with_page
+
 
 class CompiledWarning(UserWarning):
     """A compiled model runs eagerly inside a session; said once in a process."""
+
+    __format__ = _with_page
 
 
 class DataWarning(UserWarning):
@@ -208,24 +268,28 @@ class DataWarning(UserWarning):
     A loader drops some, their dim cannot be told, or they are others each time they are read.
     """
 
+    __format__ = _with_page
+
 
 class PaddingWarning(UserWarning):
     """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
+
+    __format__ = _with_page
 
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
-        frame = frame.f_back
-        level += not _imports(frame)
+    while (above := frame.f_back) is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
+        frame = above
+        level += not frame.f_code.co_filename.startswith(_IMPORTS)
     warnings.warn(message, category, stacklevel=level)
 
 
 def later_warning() -> Callable[[str, type[Warning]], None]:
     """What warns as ``warn`` does, at the line that is the user's now, when it is called later."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     file, line, registry = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault(_REGISTRY, {})
     return lambda message, category: warnings.warn_explicit(message, category, file, line, registry=registry)
@@ -233,11 +297,13 @@ def later_warning() -> Callable[[str, type[Warning]], None]:
 
 _REGISTRY = "__warningregistry__"
 _NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
+_IMPORTS = "<frozen importlib._bootstrap"
+"""How the files of Python's own frames begin that run an import: they are no level to ``warnings``."""
 
 
-def _imports(frame: FrameType) -> bool:
-    """Whether a frame is one of Python's own that run an import: they are no level to ``warnings``."""
-    return frame.f_code.co_filename.startswith("<frozen importlib._bootstrap")
+@functools.lru_cache(maxsize=256)
+def _is_not_the_users(module: str) -> bool:
+    return module.split(".")[0] in _NOT_THE_USERS
 
 
 def never_opened(what: str) -> None:

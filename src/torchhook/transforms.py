@@ -18,14 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchhook._values import padding, tree
+from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range
+from torchhook._values.heads import KnownHeads
+from torchhook._values.kept_parts import Only, PlacedOnly
 from torchhook._values.padding import Known
+from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
 
-__all__ = ["Rows", "Transform", "cast", "compose", "narrow", "pick", "pool", "statistics", "tokens", "topk"]
+__all__ = ["Rows", "Transform", "cast", "compose", "narrow", "only", "pick", "pool", "statistics", "tokens", "topk"]
 
 
 class Transform(Protocol):
@@ -222,6 +225,39 @@ def _narrow(tensor: Tensor, start: int | None, stop: int | None, step: int | Non
     return tensor[(slice(None),) * (dim % tensor.dim()) + (slice(start, stop, step),)]
 
 
+def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Transform:
+    """Keep a part: the one that ``edits.only``, which has the same arguments, would change. No dim is dropped.
+
+    >>> only(positions=[0, -1])(torch.zeros(4, 10, 3)).shape
+    torch.Size([4, 2, 3])
+
+    Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
+    ``edits.along``. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    """
+    if positions is None and rows is None and heads is None:
+        raise ValueError("transforms.only needs positions=, rows= or heads=.")
+    positions = parts.choice(positions, "positions", lines=True)
+    return Only(positions=positions, rows=parts.choice(rows, "rows"), heads=parts.choice(heads, "heads"))
+
+
+def asks_where(transform: Any) -> bool:
+    """Whether a transform wants to know what is known of the heads at its site.
+
+    >>> asks_where(compose(only(heads=1), pool("mean"))), asks_where(pool("mean"))
+    (True, False)
+    """
+    if isinstance(transform, _Compose):
+        return any(map(asks_where, transform.transforms))
+    return isinstance(transform, Only)
+
+
+def placed(transform: Any, known: Callable[[], KnownHeads]) -> Any:
+    """The same transform for one site."""
+    if isinstance(transform, _Compose):
+        return _Compose(tuple(placed(one, known) for one in transform.transforms))
+    return transform.placed(known) if isinstance(transform, Only) else transform
+
+
 def statistics(dims: Sequence[int] | None = None) -> Transform:
     """Mean, standard deviation, least, greatest and share of zeros of each row.
 
@@ -299,4 +335,5 @@ class _Compose(ValueObject):
 
 
 def _afterwards(transform: Any, known: Known | None) -> Known | None:
-    return transform.afterwards(known) if isinstance(transform, (_EachTensor, _Compose)) else known
+    knows = (_EachTensor, _Compose, Only, PlacedOnly)
+    return transform.afterwards(known) if isinstance(transform, knows) else known

@@ -16,6 +16,7 @@ from torchhook._recording.differences import Diff
 from torchhook._recording.lenses import Lens
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.sweeps import Sweep
+from torchhook._report.api import PagePath
 from torchhook._roles.api import Roles
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
@@ -31,6 +32,7 @@ __all__ = [
     "Guard",
     "ImageFolder",
     "Lens",
+    "PagePath",
     "Record",
     "Recording",
     "Roles",

@@ -162,3 +162,26 @@ def test_a_models_own_train_method_is_not_called() -> None:
     cam(model, torch.randn(1, 3, 16, 16), 1, layer="0")
     assert torch.equal(model[3].weight, weight)
     assert model[3].training
+
+
+def test_classes_are_called_by_their_names_where_these_are_known() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    x = torch.rand(2, 3, 8, 8)
+    assert cam(model, x, [1, 2]).names is None
+    seen = cam(model, x, [1, 2], labels=["cat", "dog"])
+    assert seen.names == ["dog (1)", "class 2"]
+    assert "target [dog (1), class 2]" in repr(seen)
+    titles = [ax.get_title() for ax in seen.overlay(x).axes[:2]]
+    assert titles == ["dog (1)", "class 2"]
+    assert seen.overlay(x, titles=["a", "b"]).axes[0].get_title() == "a"
+    assert cam(model, x, lambda output: output[:, 0], labels=["cat", "dog"]).names is None
+
+
+def test_a_model_of_torchvisions_is_explained_by_the_names_of_its_classes() -> None:
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    torch.manual_seed(0)
+    model, x = models.resnet18().eval(), torch.rand(1, 3, 64, 64)
+    assert cam(model, x, 285).names is None  # of random weights, no class has a meaning
+    with torch.no_grad():
+        model.bn1.weight.add_(0.1)  # trained, as far as that can be told
+    assert cam(model, x, 285).names == ["Egyptian cat (285)"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import torchhook as th
 from tests.cli import nets
 from tests.cli.conftest import Command
+from tests.report.nets import Text
 from torchhook import demo
 from torchhook._features.api import open_features
 
@@ -194,6 +195,46 @@ def test_a_broken_shard_is_found_deleted_and_done_again(torchhook: Command, tmp_
     assert json.loads(done.out)["problems"][0]["kind"] == "altered"
     assert torchhook(*line).code == 0
     assert torchhook("features", "verify", out).code == 0
+
+
+def test_layers_show_the_columns_that_are_asked_for(torchhook: Command) -> None:
+    done = torchhook("layers", SMALL, "--columns", "type, parameters,trainable")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[1].split() == ["layer", "type", "parameters", "trainable"]
+    done = torchhook("layers", SMALL, "--columns", "multiply_adds,time,memory", "--shape", "1x3x32x32")
+    assert done.out.splitlines()[1].split() == ["layer", "multiply-adds", "time", "memory"]
+    assert "total: " in done.out
+    shown = torchhook("layers", SMALL, "--columns", "all", "--shape", "1x3x32x32", "--json")
+    assert json.loads(shown.out)[0]["multiply_adds"] > 0
+
+
+def test_a_column_that_is_none_or_needs_a_run_is_told_before_the_model_is_loaded(torchhook: Command) -> None:
+    done = torchhook("layers", "no.such.module:net", "--columns", "tim")
+    assert done.code == 2
+    assert done.err.startswith("torchhook: --columns: 'tim' is none of 'type'")
+    assert "Closest: 'time'" in done.err
+    done = torchhook("layers", "no.such.module:net", "--columns", "time")
+    assert done.err == "torchhook: --columns: 'time' is known after a run: add --input, --text, --tokens or --shape.\n"
+
+
+TEXT = "tests.report.nets:Text"
+
+
+def test_every_command_that_calls_a_model_takes_token_ids(torchhook: Command, tmp_path: Path) -> None:
+    done = torchhook("layers", TEXT, "--tokens", "5,9,2")
+    assert (done.code, "(1, 3, 16)" in done.out) == (0, True)
+    done = torchhook("run", TEXT, "--tokens", "5,9,2", "-s", "embed", "-o", tmp_path / "a.safetensors")
+    assert done.code == 0
+    model, ids = Text(), torch.tensor([[5, 9, 2]])
+    assert torch.equal(th.load(tmp_path / "a.safetensors")["embed"], model.embed(ids))
+    assert torchhook("diff", TEXT, TEXT, "--tokens", "5,9,2").code == 0
+    assert torchhook("diff", TEXT, tmp_path / "a.safetensors", "--tokens", "5,9,2", "-s", "embed").code == 0
+    assert torchhook("diff", TEXT, tmp_path / "a.safetensors", "--tokens", "5,9,3", "-s", "embed").code == 1
+    both = tmp_path / "a.safetensors"
+    assert "leave out --tokens" in torchhook("diff", both, both, "--tokens", "5").err
+    for command in (("layers", TEXT), ("run", TEXT), ("diff", TEXT, TEXT), ("report", TEXT)):
+        done = torchhook(*command, "--tokens", "5,9", "--shape", "1x2")
+        assert (done.code, "give one input" in done.err) == (2, True)
 
 
 def test_a_dry_run_writes_nothing(torchhook: Command, tmp_path: Path, rows: Path) -> None:

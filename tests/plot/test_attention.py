@@ -30,8 +30,9 @@ def test_every_head_has_its_map(weights: torch.Tensor) -> None:
     figure = attention(weights, sample=1)
     for found, expected in zip(arrays(figure), weights[1], strict=True):
         np.testing.assert_array_equal(found, expected.numpy())
-    assert [ax.get_title() for ax in figure.axes] == [f"head {i}" for i in range(4)]
-    assert [ax.get_title() for ax in attention(weights, heads=[0, -1]).axes] == ["head 0", "head 3"]
+    assert [ax.get_title().split(" · ")[0] for ax in figure.axes[:-1]] == [f"head {i}" for i in range(4)]
+    some = attention(weights, heads=[0, -1]).axes[:-1]
+    assert [ax.get_title().split(" · ")[0] for ax in some] == ["head 0", "head 3"]
 
 
 def test_recordings_and_rollouts_are_taken() -> None:
@@ -70,7 +71,8 @@ def test_many_heads_stand_in_a_square(heads: int, shape: tuple[int, int], tokens
     assert (grid.nrows, grid.ncols) == shape
     assert max(figure.get_size_inches()) < 14
     # The axes have names, once for each row and column.
-    assert [ax.get_ylabel() for ax in figure.axes] == ["query" if i % shape[1] == 0 else "" for i in range(heads)]
+    *panels, _ = figure.axes  # and the color bar
+    assert [ax.get_ylabel() for ax in panels] == ["query" if i % shape[1] == 0 else "" for i in range(heads)]
     assert sum(ax.get_xlabel() == "key" for ax in figure.axes) == shape[1]
 
 
@@ -150,3 +152,14 @@ def test_a_head_is_any_whole_number(weights: torch.Tensor, heads: Any) -> None:
     figure = attention(weights, heads=heads)
     np.testing.assert_array_equal(arrays(figure)[0], weights[0, 1].numpy())
     assert figure.axes[0].get_title() == "head 1"
+
+
+def test_many_heads_have_one_color_bar_and_each_says_what_its_brightest_color_is() -> None:
+    weights = torch.rand(1, 4, 9, 9, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    weights[0, 1] /= 4
+    *panels, bar = attention(weights).axes
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["0", "top"]
+    assert bar.get_ylabel() == "weight"
+    for panel in panels:
+        top = float(panel.get_title().partition(" · to ")[2])
+        assert top == pytest.approx(panel.images[0].get_clim()[1], rel=0.01)

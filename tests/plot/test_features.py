@@ -44,12 +44,33 @@ def test_every_channel_has_a_picture_up_to_a_limit_spread_evenly() -> None:
     assert [ax.get_title() for ax in feature_maps(x, channels=[3, -1]).axes] == ["3", "39"]
 
 
-def test_a_recording_of_several_layers_has_a_mean_map_of_each() -> None:
+def test_a_recording_of_several_layers_has_one_map_of_each() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     with th.capture(model, "*") as recording:
         model(torch.randn(2, 3, 8, 8))
     figure = feature_maps(recording)
     assert [ax.get_title() for ax in figure.axes] == ["0", "1", "2", "3"]
+    np.testing.assert_allclose(pictures(figure)[0].get_array(), recording["0"][0].norm(dim=0).numpy(), atol=1e-6)
+
+
+def test_a_map_of_a_whole_layer_is_smooth_and_one_of_a_channel_is_not() -> None:
+    x = torch.randn(1, 8, 7, 7)
+    assert {p.get_interpolation() for p in pictures(feature_maps(x))} == {"nearest"}
+    for reduce in ("mean", "max", "norm"):
+        assert [p.get_interpolation() for p in pictures(feature_maps(x, reduce=reduce))] == ["bicubic"]
+    # Rows and columns that are no places are not smoothed into each other.
+    assert [p.get_interpolation() for p in pictures(feature_maps({"fc": torch.randn(1, 9)}, reduce="mean"))] == [
+        "nearest"
+    ]
+
+
+def test_a_place_where_channels_of_both_signs_are_strong_is_seen_in_the_norm_of_a_layer() -> None:
+    """In the mean they cancel: what is left of a deep layer before its activation looks like noise."""
+    x = torch.randn(1, 64, 7, 7, generator=torch.Generator().manual_seed(0))
+    x[0, ::2, 2, 3] += 8
+    x[0, 1::2, 2, 3] -= 8
+    (shown,) = pictures(feature_maps({"deep": x, "other": x}, ["deep"], reduce="norm"))
+    assert np.unravel_index(shown.get_array().argmax(), (7, 7)) == (2, 3)
 
 
 @pytest.mark.parametrize(

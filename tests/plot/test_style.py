@@ -18,6 +18,7 @@ from torchhook.errors import MissingExtraError
 from torchhook.plot import style
 
 matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 LAYERS = {f"encoder.layers.encoder_layer_{i}.self_attention.out_proj": torch.randn(50) for i in range(60)}
@@ -132,3 +133,84 @@ def test_a_long_title_takes_two_lines_and_keeps_its_size() -> None:
     assert titles[1].get_window_extent().x1 <= long.bbox.x1
     one, two = (plot.overlay(torch.rand(n, 3, 8, 8), torch.rand(n, 4, 4), titles=["a"] * n) for n in (1, 2))
     assert one.axes[0].title.get_fontsize() == two.axes[0].title.get_fontsize()
+
+
+# -- dark and light ------------------------------------------------------------------------------------
+
+
+def _brightness(color: Any) -> float:
+    red, green, blue, _ = matplotlib.colors.to_rgba(color)
+    return 0.3 * red + 0.59 * green + 0.11 * blue
+
+
+def _letters(figure: Any) -> list[Any]:
+    """What is written outside of the axes: titles and labels of axes and ticks."""
+    figure.canvas.draw()
+    found = [t for ax in figure.axes for t in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)]
+    found += [t for ax in figure.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels())]
+    return [t for t in found if t.get_text() and t.get_visible()]
+
+
+VALUE = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+DRAWN: dict[str, Callable[..., Any]] = {
+    "feature_maps": lambda **k: plot.feature_maps({"a": VALUE}, **k),
+    "histogram": lambda **k: plot.histogram({"a": VALUE}, **k),
+    "ridges": lambda **k: plot.histogram({"a": VALUE, "b": VALUE}, **k),
+    "statistics": lambda **k: plot.statistics({"a": VALUE, "b": VALUE}, **k),
+    "gradient_flow": lambda **k: plot.gradient_flow({"a": VALUE, "b": VALUE * 0}, **k),
+    "attention": lambda **k: plot.attention(VALUE.softmax(-1), tokens=list("abcdefghi"), **k),
+    "overlay": lambda **k: plot.overlay(torch.rand(1, 3, 9, 9), VALUE[0, :1], titles=["a"], **k),
+    "diff": lambda **k: plot.diff(
+        Diff([Row("a", "a", "same", 0.0, 0.0, 1.0), Row("b", "b", "differs", 1.0, 0.5, 0.2)]), **k
+    ),
+}
+
+
+@pytest.mark.parametrize("theirs", [True, False], ids=["the user's figure", "a figure of our own"])
+@pytest.mark.parametrize("look", ["dark_background", "default"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_letters_can_be_read_on_what_is_behind_them(name: str, look: str, theirs: bool) -> None:
+    with matplotlib.style.context(look):
+        given = {"fig": matplotlib.figure.Figure(figsize=(7, 5))} if theirs else {}
+        figure = DRAWN[name](**given)
+        letters = _letters(figure)
+    behind = _brightness(figure.get_facecolor())
+    assert (behind < 0.2) == (look == "dark_background")
+    assert letters
+    assert [t.get_text() for t in letters if abs(_brightness(t.get_color()) - behind) < 0.35] == []
+    # A chart's own face does not differ from that of its figure either.
+    assert {_brightness(ax.get_facecolor()) for ax in figure.axes} == {behind}
+
+
+@pytest.mark.parametrize("name", ["sweep", "diff", "statistics", "histogram of layers"])
+def test_in_an_empty_figure_of_the_user_nothing_is_cut_off(name: str) -> None:
+    figure = Figure(figsize=(7, 5))
+    PICTURES[name](fig=figure)
+    FigureCanvasAgg(figure).draw()  # of the others, none lays out
+    whole = figure.bbox
+    for letters in _letters(figure):
+        box = letters.get_window_extent()
+        assert box.x0 >= whole.x0 - 1, letters
+        assert box.y0 >= whole.y0 - 1, letters
+
+
+def test_a_figure_that_is_laid_out_already_stays_so() -> None:
+    figure = Figure(figsize=(7, 5), layout="tight")
+    plot.histogram(VALUE, fig=figure)
+    assert type(figure.get_layout_engine()).__name__ == "TightLayoutEngine"
+    figure = Figure(figsize=(7, 5))
+    figure.add_subplot(1, 2, 1)
+    plot.histogram(VALUE, fig=figure)
+    assert figure.get_layout_engine() is None
+
+
+def test_a_transparent_figure_is_taken_for_what_its_axes_are() -> None:
+    figure = matplotlib.figure.Figure(facecolor="none")
+    ax = figure.add_subplot(facecolor="black")
+    assert _brightness(style.palette(ax).ink) > 0.5
+    assert _brightness(style.palette(figure).ink) < 0.5
+
+
+def test_a_figure_of_our_own_is_never_transparent() -> None:
+    with matplotlib.rc_context({"figure.facecolor": "none"}):
+        assert plot.histogram(VALUE).get_facecolor() == (1, 1, 1, 1)

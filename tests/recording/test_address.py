@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook._core.index import walk
-from torchhook._recording.address import PORTS, Site, parse
+from torchhook._recording.address import PORTS, Calls, Site, parse
 
 patient = settings(deadline=None)  # the machine may be busy
 
@@ -20,17 +22,21 @@ PATHS = st.lists(COMPONENTS, max_size=4).map(".".join)
 ODD = st.text(alphabet="ab.1/#:", min_size=1, max_size=8)
 """Names that hold the marks of the grammar."""
 OPS = st.none() | st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
-CALLS = st.none() | st.integers(0, 10**6)
+ENDS = st.none() | st.integers(-(10**6), 10**6)
+RANGES = st.builds(Calls, ENDS, ENDS).filter(lambda calls: calls != Calls())
+CALLS = st.none() | st.integers(-(10**6), 10**6) | RANGES
 PORT = st.sampled_from(PORTS)
 
 
-def spelled(path: str, op: str | None, call: int | None, port: str) -> str:
+def spelled(path: str, op: str | None, call: int | Calls | None, port: str) -> str:
     """The grammar of the design, written out once more."""
     text = path
     if op is not None:
         text += "/" + op
     if call is not None:
-        text += "#" + str(call)
+        text += "#"
+        ends = (call.start, call.stop) if isinstance(call, Calls) else (call,)
+        text += ":".join("" if end is None else f"{end:d}" for end in ends)
     return text if port == "output" else text + ":" + port
 
 
@@ -60,14 +66,14 @@ def test_among_known_names_the_longest_that_fits_wins(path, op, call, port, othe
 
 
 @patient
-@given(st.text(alphabet="ab.1/#:outpig", max_size=12))
+@given(st.text(alphabet="ab.1-/#:outpig", max_size=12))
 def test_whatever_is_read_is_written_back_to_the_same_address(address: str) -> None:
     assume(not address.endswith(":output"))  # the default port is not written
     assert str(parse(address)) == address
 
 
 @patient
-@given(st.text(alphabet="ab.1/#:outpig", max_size=12), st.sets(ODD, max_size=4))
+@given(st.text(alphabet="ab.1-/#:outpig", max_size=12), st.sets(ODD, max_size=4))
 def test_reading_twice_changes_nothing(address: str, known: set[str]) -> None:
     site = parse(address, known)
     assert parse(str(site), {site.path}) == site
@@ -91,7 +97,27 @@ def test_reading_twice_changes_nothing(address: str, known: set[str]) -> None:
         ("/relu", Site("", "relu")),
         ("a:b", Site("a:b")),
         ("a#b", Site("a#b")),
-        ("a#-1", Site("a#-1")),
+        ("a#-1", Site("a", call=-1)),
+        ("a#1:", Site("a", call=Calls(1, None))),
+        ("a#:2", Site("a", call=Calls(None, 2))),
+        ("a#0:3", Site("a", call=Calls(0, 3))),
+        ("a#-3:", Site("a", call=Calls(-3, None))),
+        ("a#:-1", Site("a", call=Calls(None, -1))),
+        ("a#1:input", Site("a", call=1, port="input")),
+        ("a#1::input", Site("a", call=Calls(1, None), port="input")),
+        ("a#:2:grad", Site("a", call=Calls(None, 2), port="grad")),
+        ("a#-1:grad", Site("a", call=-1, port="grad")),
+        ("a/b#1::grad", Site("a", "b", Calls(1, None), "grad")),
+        ("#1:", Site("", call=Calls(1, None))),
+        ("(model)#1:", Site("", call=Calls(1, None))),
+        ("a#", Site("a#")),
+        ("a#:", Site("a#:")),
+        ("a#-", Site("a#-")),
+        ("a#:-", Site("a#:-")),
+        ("a#1:2:3", Site("a#1:2:3")),
+        ("a#1-2", Site("a#1-2")),
+        ("a#--1", Site("a#--1")),
+        ("a#1::", Site("a#1::")),
         ("a/", Site("a/")),
         ("a/b/relu", Site("a/b", "relu")),
     ],
@@ -104,6 +130,34 @@ def test_a_site_without_its_call_is_the_same_site_otherwise() -> None:
     assert Site("a", "op", 3, "input").every_call == Site("a", "op", None, "input")
     site = Site("a")
     assert site.every_call is site
+
+
+@patient
+@given(RANGES, st.integers(0, 12))
+def test_a_range_means_the_calls_that_a_slice_does(calls: Calls, ran: int) -> None:
+    some = Calls(*(end if end is None else end % 13 for end in (calls.start, calls.stop)))
+    wanted = list(range(ran))[some.start : some.stop]
+    assert [call for call in range(ran) if call in some] == wanted
+    assert [call for call in range(ran) if Site("a", call=some).means(call)] == wanted
+
+
+@patient
+@given(st.none() | st.integers(-4, 4), st.none() | st.integers(-4, 4))
+def test_a_range_is_empty_if_no_number_of_calls_is_enough(start: int | None, stop: int | None) -> None:
+    assert Calls(start, stop).is_empty == (not any(list(range(ran))[start:stop] for ran in range(12)))
+
+
+def test_a_site_says_whether_its_calls_are_counted_from_the_last() -> None:
+    assert [Site("a", call=call).counts_back for call in (None, 0, 3, -1)] == [False, False, False, True]
+    ranges = [Calls(1), Calls(None, 2), Calls(-2), Calls(None, -1), Calls(0, -1), Calls(-3, 5)]
+    assert [Site("a", call=calls).counts_back for calls in ranges] == [False, False, True, True, True, True]
+
+
+def test_a_site_with_a_range_survives_copies_and_pickles() -> None:
+    site = Site("a", "op", Calls(1), "input")
+    for other in (copy.deepcopy(site), pickle.loads(pickle.dumps(site))):
+        assert other == site == "a/op#1::input"
+        assert other.parts == site.parts
 
 
 def names(model: nn.Module) -> list[str]:

@@ -283,3 +283,19 @@ def test_a_real_network_makes_a_small_page_that_opens_at_once(browser: Any, tmp_
         if times[-1] < 1000:
             break
     assert min(times) < 1000
+
+
+def test_on_a_phone_a_long_time_is_not_cut(browser: Any, photo: Path) -> None:
+    tab = Tab(browser, viewport={"width": 390, "height": 844})
+    page = tab.open(photo)
+    page.eval_on_selector(".row .c-time", "cell => { cell.textContent = '2084.34 ms'; }")
+    assert page.eval_on_selector(".row .c-time", "cell => cell.scrollWidth <= cell.clientWidth")
+    page.close()
+
+
+def test_on_paper_the_picture_and_what_is_said_of_it_stand_side_by_side(page: Any) -> None:
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.emulate_media(media="print")
+    left, right = page.eval_on_selector_all(".look > *", "parts => parts.map(part => part.getBoundingClientRect().top)")
+    assert left == right
+    page.emulate_media(media="screen")

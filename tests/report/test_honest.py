@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.report.nets import Photo, Text
-from torchhook import demo
-from torchhook._core.index import Index
 from torchhook._report.collect import collect
 from torchhook._report.facts import Page
-from torchhook._report.untrained import untrained
 
 X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
@@ -66,35 +63,6 @@ def test_a_projection_that_multihead_attention_reads_without_a_call_is_no_findin
     assert "silent" not in kinds(page)
 
 
-@pytest.mark.parametrize("build", [gpt2, Photo, Text, lambda: nn.Sequential(nn.Linear(16, 16))])
-def test_random_weights_are_said(build: object) -> None:
-    model = build()  # type: ignore[operator]
-    assert untrained(Index(model)).startswith("Random weights")
-
-
-def test_a_few_steps_of_training_end_the_random_weights() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
-    assert untrained(Index(model)) == ""
-
-
-def test_trained_weights_have_no_banner() -> None:
-    assert untrained(Index(demo.efficientnet_lite0())) == ""
-    assert untrained(Index(nn.Sequential(nn.ReLU()))) == ""  # nothing that could tell
-
-
-def test_a_trained_backbone_with_a_new_head_has_no_banner() -> None:
-    model = Photo()
-    with torch.no_grad():
-        model.stem[1].weight.uniform_(0.5, 1.5)
-    assert untrained(Index(model)) == ""
-
-
 def test_classes_have_the_names_that_a_config_knows() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
@@ -139,3 +107,22 @@ def test_the_times_are_of_one_run_and_add_up() -> None:
         assert layer.seconds is None or inside <= layer.seconds
     # The heading and the tables write a time in the same way.
     assert dict(page.about)["forward"] == f"{page.times.plain * 1e3:.2f} ms"
+
+
+def test_a_trained_model_of_torchvisions_is_told_by_the_names_of_its_classes() -> None:
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    names = models.ShuffleNet_V2_X0_5_Weights.DEFAULT.meta["categories"]
+    model, x = models.shufflenet_v2_x0_5().eval(), torch.rand(1, 3, 32, 32)
+    options = {"gradients": False, "attention": False, "cam": None, "repeats": 1}
+    made = collect(model, x, **options)
+    assert made.banner.startswith("Random weights")
+    assert all(name.startswith("class ") for name, _ in made.classes)  # of random weights, none has a meaning
+    with torch.no_grad():
+        model.conv1[1].weight.add_(0.1)
+        model.fc.bias.copy_(torch.randn(1000))
+        model.fc.bias[285] = 1e3
+    made = collect(model, x, **options)
+    assert made.banner == ""
+    assert made.classes[0][0] == f"{names[285]} (285)"
+    assert any("torchvision" in note for note in made.notes)
+    assert collect(model, x, labels={285: "Hund"}, **options).classes[0][0] == "Hund (285)"

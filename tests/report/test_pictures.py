@@ -51,7 +51,7 @@ def test_the_channels_that_vary_most_are_shown_first() -> None:
     value[0, 1] = torch.randn(8, 8)
     made = pictures.feature_maps(value, guess(value.shape), 2, 56)
     assert made is not None
-    assert made.labels == ["mean", "channel 2", "channel 1"]
+    assert made.labels == ["norm", "channel 2", "channel 1"]
 
 
 def test_large_maps_are_made_smaller_and_keep_their_shape() -> None:
@@ -96,3 +96,15 @@ def test_the_mean_is_not_finite_where_no_channel_is() -> None:
     assert image.getpixel((2, 2)) != (255, 0, 128)
     nothing = pictures.feature_maps(torch.full((1, 4, 3, 3), float("nan")), guess(value.shape), 4, 56)
     assert decoded(nothing.uri).convert("RGB").getpixel((1, 1)) == (255, 0, 128)  # type: ignore[union-attr]
+
+
+def test_the_first_tile_shows_where_channels_are_strong_whatever_their_sign() -> None:
+    """Before an activation, signs cancel in a mean."""
+    value = torch.randn(1, 32, 7, 7, generator=torch.Generator().manual_seed(0))
+    value[0, ::2, 2, 3] += 8
+    value[0, 1::2, 2, 3] -= 8
+    made = pictures.feature_maps(value, guess(value.shape), 2, 56)
+    assert made is not None
+    tile = decoded(made.uri).convert("RGB").crop((0, 0, 7, 7))
+    brightest = max(((x, y) for x in range(7) for y in range(7)), key=lambda at: sum(tile.getpixel(at)))
+    assert brightest == (3, 2)

@@ -259,8 +259,11 @@ def test_a_nested_value_is_patched_at_the_leaf_that_is_named() -> None:
     clean, corrupted = torch.randn(1, 6, 3), torch.randn(1, 6, 3)
     with pytest.raises(EditError, match=r"lstm: a position belongs to one tensor, and this value has 3: '0', '1\.0'"):
         sweep(model, clean, corrupted, torch.sum, sites="lstm")
-    with pytest.raises(EditError, match="no tensor at leaf='2'"):
+    with pytest.raises(EditError, match=r"no tensor at leaf='2'\. There are: '0', '1\.0', '1\.1'\."):
         sweep(model, clean, corrupted, torch.sum, sites="lstm", leaf="2")
+    one = r"head: no tensor at leaf='0'\. The value is one tensor of shape \(1, 6, 1\): leave leaf= out\."
+    with pytest.raises(EditError, match=one):
+        sweep(model, clean, corrupted, torch.sum, sites="head", leaf="0")
     found = sweep(model, clean, corrupted, torch.sum, sites="lstm", leaf="0")
     assert (found.values - by_hand(model, ["lstm"], clean, corrupted, torch.sum)).abs().max() <= 1e-5
     assert found.notes == []

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from torchhook._values.targets import Scores, ask, class_scores, classes, logits
+from torchhook._values.targets import Scores, ask, class_scores, classes, logits, name_of, torchvision_labels
 from torchhook.errors import TargetError
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
@@ -126,3 +127,23 @@ def test_variants_of_one_example_are_asked_about_its_class() -> None:
 def test_rows_that_are_not_the_examples_need_a_function() -> None:
     with pytest.raises(TargetError, match="the output has 2 rows for 3 examples; give a function"):
         Scores(1, LOGITS, 3)
+
+
+# -- names of classes -------------------------------------------------------------------------------
+
+
+def test_a_model_of_torchvisions_has_the_names_of_its_weights_where_the_number_of_classes_fits() -> None:
+    models = pytest.importorskip("torchvision.models", reason="torchvision is not installed")
+    written = models.ResNet18_Weights.DEFAULT.meta["categories"]
+    found = torchvision_labels(models.resnet18(), torch.zeros(1, 1000))
+    assert found == written
+    assert name_of(285, found) == "Egyptian cat (285)"
+    assert torchvision_labels(models.resnet18(num_classes=10), torch.zeros(1, 10)) is None
+    assert torchvision_labels(nn.Linear(2, 1000), torch.zeros(1, 1000)) is None
+    assert torchvision_labels(models.resnet18(), torch.zeros(1, 1000, 7, 7)) is None
+
+
+def test_models_of_videos_have_the_names_of_their_own_data_set() -> None:
+    video = pytest.importorskip("torchvision.models.video", reason="torchvision is not installed")
+    found = torchvision_labels(video.r3d_18(), torch.zeros(1, 400))
+    assert found == video.R3D_18_Weights.DEFAULT.meta["categories"]

@@ -18,10 +18,11 @@ from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
+from torchhook._layers.api import untrained
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.layout import Grids, Layout, infer, known_kind
-from torchhook._values.targets import Goal, Scores
+from torchhook._values.targets import Goal, Labels, Scores, known_labels, name_of, torchvision_labels
 from torchhook.errors import AmbiguousCallError, LayoutError, NeverRanError, SelectorError
 
 __all__ = ["CAM", "METHODS", "cam", "known_method"]
@@ -40,6 +41,7 @@ def cam(
     grid: Sequence[int] | None = None,
     batch: int = 32,
     channels: int | None = None,
+    labels: Labels | None = None,
     progress: bool = True,
 ) -> CAM:
     """Where in its input the model saw the target: a class activation map for each example.
@@ -67,6 +69,8 @@ def cam(
         grid: The sizes of the grid, where what is inferred is wrong.
         batch: So many channels at a time, for Score-CAM and Ablation-CAM.
         channels: So many of the strongest channels only, for Score-CAM and Ablation-CAM.
+        labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config, or
+            of torchvision's own weights for a trained model of its own with as many classes.
         progress: Show a progress bar, for Score-CAM and Ablation-CAM.
     """
     formula = known_method(method)
@@ -99,7 +103,9 @@ def cam(
         found = stretch(upsample(raw.relu(), shown.size))
     said = seen.score.classes if seen.score.classes is not None else getattr(target, "__name__", repr(target))
     how = str(reading) if isinstance(reading, Layout) else f"by {getattr(reading, '__name__', repr(reading))}"
-    return CAM(found, raw, site.site, known is None, said, seen.scores.detach(), formula, how)
+    names = labels if labels is not None else seen.labels
+    named = None if isinstance(said, str) or names is None else [name_of(label, names) for label in said]
+    return CAM(found, raw, site.site, known is None, said, seen.scores.detach(), formula, how, named)
 
 
 def _one(index: Index, layer: Selector) -> Target:
@@ -137,6 +143,7 @@ class _Seen:
         self.values: dict[int, Tensor] = {}
         self.score: Scores
         self.scores: Tensor
+        self.labels: Labels | None = None
 
     @property
     def activation(self) -> Tensor:
@@ -151,7 +158,7 @@ class _Seen:
                 "grid, batch × grid × channels or batch × tokens × channels."
             )
         self.leaf = leaf
-        return tree.put(value, leaf, lambda tensor: self._begin(tensor, site.call or 0))
+        return tree.put(value, leaf, lambda tensor: self._begin(tensor, site.first_call))
 
     def _begin(self, tensor: Tensor, call: int) -> Tensor:
         # The model may have turned gradients off around this layer; the graph starts here all the same.
@@ -180,7 +187,15 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
         raise AmbiguousCallError(
             f"layer {target.site.shown!r} ran {len(seen.values)} times: say which, from {first!r} to {last!r}."
         )
+    seen.labels = _class_names(index, output)
     return seen
+
+
+def _class_names(index: Index, output: Any) -> Labels | None:
+    found = known_labels(index.root)
+    theirs = torchvision_labels(index.root, output) if found is None else None
+    # The classes of random weights mean nothing.
+    return theirs if theirs is not None and not untrained(index) else found
 
 
 def _gradient(seen: _Seen) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook._recording.address import Site
+from torchhook._recording.tables import Table, facts, picture
 
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
+_SHOWN = 4  # maps that a notebook shows
 _ROUNDING = 32  # units in the last place: what convolving and resizing a constant leaves behind
 
 
@@ -35,24 +38,60 @@ class CAM:
     method: str
     layout: str
     """How the layer's output was read."""
+    names: list[str] | None = None
+    """What the class of each example is called, with its number; ``None`` where nobody knows."""
 
     def overlay(self, image: Any, **options: Any) -> Any:
         """Draw the maps over the images and return the figure; options are those of ``th.plot.overlay``."""
         from torchhook.plot import overlay
 
-        return overlay(image, self.map, **options)
+        return overlay(image, self.map, **{"titles": self.names, **options})
+
+    def table(self) -> Table:
+        """How the maps were made."""
+        how = "chosen by rule: " if self.chosen else ""
+        told = {
+            "map": _size(self.map),
+            "grid": f"{_size(self.raw)} ({self.layout})",
+            "layer": f"{how}{self.layer.shown}",
+            "method": self.method,
+            "target": self._target(),
+            "score": ", ".join(f"{score:.4g}" for score in self.scores[:_SHOWN].tolist()),
+        }
+        left_out = len(self.map) - _SHOWN
+        return facts("Class activation maps", told, [f"… and {left_out} more examples"] if left_out > 0 else [])
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() + self._pictures()
+
+    def _pictures(self) -> str:
+        """The first maps as a picture in HTML, where matplotlib is installed and they are pictures."""
+        if self.map.dim() < 3 or importlib.util.find_spec("matplotlib") is None:
+            return ""
+        from torchhook.plot import feature_maps
+
+        targets = [self.target] * len(self.map) if isinstance(self.target, str) else self.names or self.target
+        maps = {f"{i}: {target}": self.map[i : i + 1, None] for i, target in enumerate(targets[:_SHOWN])}
+        return picture(feature_maps(maps, cmap="inferno")._repr_png_(), f"maps of {', '.join(maps)}")
+
+    def _target(self) -> str:
+        return self.target if isinstance(self.target, str) else _short(self.names or self.target)
 
     def __repr__(self) -> str:
         how = ", chosen by rule" if self.chosen else ""
-        sizes = ["×".join(map(str, tensor.shape)) for tensor in (self.map, self.raw)]
         return (
-            f"CAM(map {sizes[0]} from {sizes[1]}; method {self.method!r}; layer {self.layer.shown!r}{how}: "
-            f"{self.layout}; target {_short(self.target)})"
+            f"CAM(map {_size(self.map)} from {_size(self.raw)}; method {self.method!r}; "
+            f"layer {self.layer.shown!r}{how}: {self.layout}; target {self._target()})"
         )
 
 
-def _short(target: list[int] | str) -> str:
-    return str(target) if isinstance(target, str) or len(target) <= 8 else f"{target[:8]}… of {len(target)}"
+def _size(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape))
+
+
+def _short(parts: list[int] | list[str]) -> str:
+    some = ", ".join(map(str, parts[:8]))
+    return f"[{some}]" if len(parts) <= 8 else f"[{some}]… of {len(parts)}"
 
 
 def upsample(maps: Tensor, size: Sequence[int]) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from torchhook import _torch, _torch_compiler, edits
+from torchhook import _torch, _torch_compiler, edits, transforms
 from torchhook._core import functional, hooks, taps
+from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
@@ -64,7 +65,10 @@ class Attached:
         transform: Transform | None = None,
         stop: bool = False,
     ) -> None:
-        self.features = [(feature.path, feature.key, feature.target.site.call) for feature in wanted]
+        # Numbers: compiled code knows no sites.
+        sites = [feature.target.site for feature in wanted]
+        calls = [None if site.call is None else site.first_call for site in sites]
+        self.features = [(feature.path, feature.key, call) for feature, call in zip(wanted, calls, strict=True)]
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
         self._scope = Scope() if stop else None
@@ -72,13 +76,14 @@ class Attached:
         # How many calls of each site make the features complete.
         self._needed: dict[str, int] = {}
         for feature in wanted:
-            self._needed[feature.key] = max(self._needed.get(feature.key, 0), 1 + (feature.target.site.call or 0))
+            self._needed[feature.key] = max(self._needed.get(feature.key, 0), 1 + feature.target.site.first_call)
         made: dict[tuple[int, str | None, str], tuple[nn.Module, _StaticTap]] = {}
         for target, change in changes:
-            self._tap(made, target).changes.append(change)
+            self._tap(made, target).changes.append(edits.placed(change, target.site, heads_at(index, target)))
         for feature in wanted:
             check = units.checked(feature.target.site) if units else None
-            self._tap(made, feature.target).keep(self._needed, transform, self._scope, check, ends)
+            own = transforms.placed(transform, heads_at(index, feature.target))
+            self._tap(made, feature.target).keep(self._needed, own, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
                 attachment.attach(tap, module)
@@ -188,7 +193,8 @@ class _StaticTap(taps.Tap):
         for change in self.changes:
             new = change(value, self.site)
             if new is not None:
-                edits.check(value, new, self.site)
+                if not edits.changes_call(change):
+                    edits.check(value, new, self.site)
                 value = new
         return value
 

@@ -22,6 +22,7 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
+from torchhook._recording.address import Calls, parse
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
 
@@ -119,6 +120,11 @@ class Featured(Facade):
                 raise SelectorError(
                     f"{name!r}: attach=True takes what layers and operations take and return ('layer4', 'fc:input', "
                     "'block/relu'); gradients and parameters need attach=False."
+                )
+            if target.site.counts_back or isinstance(target.site.call, Calls):
+                raise SelectorError(
+                    f"{name!r}: with attach=True a feature is one call, counted from the first: "
+                    f"'{target.site.every_call.but(call=1).shown}'."
                 )
             if target.site.leaf or (target.site.op or "").endswith(")"):
                 raise SelectorError(
@@ -285,7 +291,8 @@ def _never_ran(path: str, target: Target, why: str) -> NeverRanError:
 
 def _only(values: list[Any], path: str) -> Any:
     if len(values) > 1:
-        raise AmbiguousCallError(_ambiguous(path, len(values)))
+        one = parse(path).but(call=0)  # the port comes behind the call
+        raise AmbiguousCallError(f"{path!r} ran {len(values)} times. Say which call: '{one}' is the first.")
     return values[0]
 
 

@@ -26,6 +26,8 @@ _SPOKEN = {
     "rows_per_shard=": "--rows-per-shard ",
     "batch_size=": "--batch-size ",
     "see rec.missing": "see --json",
+    "give inputs=, what the model is called with": "add --input, --text, --tokens or --shape",
+    "columns: ": "--columns: ",
 }
 _LINES = 40
 """So many lines of an error are shown: torch lists every signature of a function, and every weight of a model."""

@@ -54,8 +54,8 @@ def load(options: Options, model: nn.Module, name: str) -> Given:
     """The input on the device of the model."""
     if len(options.chosen) != 1:
         raise Trouble(
-            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, --shape 1x3x224x224, "
-            "or, for a report, --tokens 1,2,3."
+            "give one input: --input FILE (image, .safetensors, .npz, .npy or .txt), --text TEXT, --tokens 1,2,3 or "
+            "--shape 1x3x224x224."
         )
     if options.text is not None:
         given = _text(options.text, name)
@@ -164,7 +164,7 @@ def _text(text: str, name: str) -> Given:
     path = config_of(name)
     if path is None:
         raise Trouble(
-            "text needs a tokenizer: name the model as transformers:FOLDER, or give token ids in .safetensors."
+            "text needs a tokenizer: name the model as transformers:FOLDER, or give token ids by --tokens 1,2,3."
         )
     hugging_face = library("transformers")
     # A config may be named by its file; the tokenizer's files lie beside it.
@@ -177,7 +177,7 @@ def _text(text: str, name: str) -> Given:
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     if not batch["input_ids"].numel():
         raise Trouble(
-            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids (report "
-            "has --tokens 1,2,3, the others take .safetensors)."
+            f"the tokenizer in {folder} makes no token of {text!r}: look at its vocabulary, or give token ids: "
+            "--tokens 1,2,3."
         )
     return Given(batch, tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()))

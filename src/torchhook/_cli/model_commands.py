@@ -18,6 +18,7 @@ from torchhook._cli.errors import Trouble
 from torchhook._core.calling import arguments
 from torchhook._core.index import glob_pattern
 from torchhook._diff.api import diff as compare
+from torchhook._layers.api import COLUMNS, chosen
 from torchhook._layers.api import layers as list_layers
 from torchhook._recording import arrays, saving
 from torchhook._recording.address import parse
@@ -32,8 +33,12 @@ from torchhook.errors import suggestion
 def layers(
     model: options.Model,
     depth: Annotated[int | None, typer.Option(help="Levels below the model; all of them if left out.")] = None,
+    columns: Annotated[
+        str | None, typer.Option(help=f"What to show, with commas between: {', '.join(COLUMNS)}; or all.")
+    ] = None,
     file: options.File = None,
     text: options.Text = None,
+    tokens: options.Tokens = None,
     shape: options.Shape = None,
     weights: options.Weights = None,
     allow_pickle: options.AllowPickle = False,
@@ -47,15 +52,19 @@ def layers(
 
       torchhook layers torchvision:resnet18 --depth 2
 
-      torchhook layers timm:vit_tiny_patch16_224 --shape 1x3x224x224
+      torchhook layers timm:vit_tiny_patch16_224 --shape 1x3x224x224 --columns type,output,multiply_adds,time
+
+      torchhook layers transformers:./my-gpt2 --tokens 464,2068,7586,21831
 
       torchhook layers mypackage.nets:build --json | jq '.[].name'
     """
+    wanted = inputs.Options(file, text, shape, tokens=tokens)
+    shown = columns if columns in (None, "all") else [part.strip() for part in columns.split(",")]
+    chosen(shown, wanted.given)  # before the model is loaded: a typo is told at once
     net = _model(model, weights, allow_pickle, pretrained, device, silent=True)  # shapes are those of any weights
-    wanted = inputs.Options(file, text, shape)
     given = inputs.load(wanted, net, model).x if wanted.given else None
     with console.status(f"looking at {model}"):
-        found = list_layers(net, given, depth=depth)
+        found = list_layers(net, given, depth=depth, columns=shown)
     if json:
         console.as_json([layer._asdict() for layer in found])
     else:
@@ -69,6 +78,7 @@ def run(
     stop: Annotated[bool, typer.Option("--stop", help="End the forward pass at the last captured site.")] = False,
     file: options.File = None,
     text: options.Text = None,
+    tokens: options.Tokens = None,
     shape: options.Shape = None,
     size: options.Size = None,
     mean: options.Mean = None,
@@ -90,7 +100,8 @@ def run(
     if out is not None:  # not after the run, which may take minutes
         saving.named(out)
     net = _model(model, weights, allow_pickle, pretrained, device)
-    args, kwargs = arguments(inputs.load(inputs.Options(file, text, shape, size, mean, std), net, model).x)
+    wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
+    args, kwargs = arguments(inputs.load(wanted, net, model).x)
     # Kept on the CPU: a recording of every layer may be many times as large as the model.
     with console.status(f"running {model}"), torch.no_grad():
         output, recording = run_once(net, *args, capture=sites, stop=stop, kwargs=kwargs, device="cpu")
@@ -189,6 +200,7 @@ def diff(
     ] = False,
     file: options.File = None,
     text: options.Text = None,
+    tokens: options.Tokens = None,
     shape: options.Shape = None,
     weights: Annotated[Path | None, typer.Option(help="Weights of A.", rich_help_panel="Model")] = None,
     weights_b: Annotated[Path | None, typer.Option(help="Weights of B.", rich_help_panel="Model")] = None,
@@ -211,7 +223,7 @@ def diff(
       --weights before.safetensors --weights-b after.safetensors
     """
     values = [_is_values(side) for side in (a, b)]
-    ran = {"input": file, "text": text, "shape": shape, "weights": weights, "weights_b": weights_b}
+    ran = {"input": file, "text": text, "tokens": tokens, "shape": shape, "weights": weights, "weights_b": weights_b}
     # An option that has its default cannot be told from one that was left out.
     more = {"pretrained": pretrained, "local": local, "allow_pickle": allow_pickle, "device": device != "cpu"}
     _refuse(values, **ran, **more)
@@ -224,7 +236,7 @@ def diff(
         # Prepared once, for A where it runs: with an input each, it would be the inputs that differ.
         runs, called = (right, b) if values[0] else (left, a)
         assert isinstance(runs, nn.Module)
-        given = inputs.load(inputs.Options(file, text, shape), runs, called).x
+        given = inputs.load(inputs.Options(file, text, shape, tokens=tokens), runs, called).x
     with console.status("comparing"):
         # Sites are chosen in A where A runs, and otherwise among what was compared.
         chosen = None if values[0] else sites

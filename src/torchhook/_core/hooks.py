@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch, _torch_compiler
 from torchhook._core.scope import Scope, active
-from torchhook._torch_hooks import Undo, put_on_leaf, take_away
+from torchhook._torch_hooks import Undo, put_on_leaf
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -156,6 +156,14 @@ class Turn:
             self._lock.release()
 
 
+_SCRIPT = torch.jit.ScriptModule
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether a module is TorchScript. By its bases: asked for each hook, and ``isinstance`` is slow with its kind."""
+    return _SCRIPT in type(module).__mro__
+
+
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
@@ -165,11 +173,13 @@ class Attachable(Protocol):
 class Attachment:
     """Hooks that go away together, whatever happens: an interrupt may come between any two lines, here too."""
 
+    __slots__ = ("_undo",)
+
     def __init__(self) -> None:
         self._undo: Undo = []
 
     def attach(self, tap: Attachable, module: nn.Module) -> None:
-        if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks: a site there never runs, and says so
+        if _SCRIPT not in type(module).__mro__:  # it takes no hooks: a site there never runs, and says so
             tap.attach(self._undo, module)
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
@@ -180,12 +190,16 @@ class Attachment:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
         self._undo.append(on_accumulated(parameter, function).remove)
 
-    def defer(self, undo: Callable[[], None]) -> None:
-        """Call ``undo``, which may be called twice, when the hooks go."""
-        self._undo.append(undo)
+    def defer(self, *undo: Callable[[], None]) -> None:
+        """Call each of ``undo``, which may be called twice, when the hooks go; the last one first."""
+        self._undo += undo
 
     def remove(self) -> None:
-        surely(self._remove)
+        try:
+            self._remove()
+        finally:  # as surely does
+            if self._undo:
+                self._remove()
 
     def _remove(self) -> None:
         failed: BaseException | None = None
@@ -195,7 +209,7 @@ class Attachment:
                 if type(last) is tuple:  # as nearly all: what take_away does, without the call
                     last[0].pop(last[1], None)
                 else:
-                    take_away(last)
+                    last()  # type: ignore[operator]
             except BaseException as error:  # an interrupt, say: finish first, then let it pass
                 if failed is None:
                     failed = error
@@ -240,9 +254,8 @@ class _EagerStance:
 
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""
-        if _torch_compiler.compiler_is_loaded():
-            attachment.defer(functools.partial(self.release, attachment))
-            self.hold(attachment, scope)
+        attachment.defer(functools.partial(self.release, attachment))
+        self.hold(attachment, scope)
 
     def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
         """Force eager until the returned function is called, or ``release`` with the same ``holder``.
@@ -287,6 +300,15 @@ class _EagerStance:
 
 
 eager_stance = _EagerStance()
+
+
+def may_be_compiled(model: nn.Module) -> bool:
+    """Whether a session that is about to open has to hold the compiler off; it is refused inside compiled code."""
+    if not _torch_compiler.in_trace() and not _torch_compiler.compiler_is_loaded():
+        return False
+    refuse_compiled_code()
+    eager_stance.say_once(model)
+    return True
 
 
 def refuse_compiled_code() -> None:

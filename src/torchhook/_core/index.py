@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from torchhook._torch import base_of
 from torchhook.errors import SelectorError
 
 Step = tuple[dict[str, nn.Module | None], str, nn.Module]
@@ -40,7 +41,7 @@ class Index:
         module = self.root
         if not path:
             return module
-        above = {id(module)}
+        above: list[nn.Module] = []
         for name in path.split("."):
             children = module._modules
             if name not in children:  # no get: the children of TorchScript have none
@@ -50,17 +51,19 @@ class Index:
                 return None
             if notes is not None:
                 notes.append((children, name, child))
-            module = child
             if child._modules:
-                module = unwrapped(child)
-                if id(module) in above:  # a module that contains itself
-                    return None
-                above.add(id(module))
+                above.append(module)
+                child = unwrapped(child)
+                for other in above:
+                    if child is other:  # a module that contains itself
+                        return None
+            module = child
         return module
 
     def is_as_it_was(self) -> bool:
         """Whether the modules that were found are still where they were."""
-        return all(name in children and children[name] is child for children, name, child in self.followed)
+        # A list, as most are short: a generator takes longer to begin than these to look at.
+        return not [name for held, name, child in self.followed if name not in held or held[name] is not child]
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose paths a glob matches, in the order of the model. Only where it leads is looked."""
@@ -76,14 +79,18 @@ class Index:
             below = _walk(module, path, above, self.followed)
             yield from ((found, inner) for found, inner in below if found and whole.fullmatch(found + "."))
         else:
-            fits = glob_pattern(parts[0]).fullmatch
+            fits, rest, children = glob_pattern(parts[0]).fullmatch, parts[1:], module._modules
             above = (*above, module)
-            for name, child in module._modules.items():
+            for name, child in children.items():
                 if child is not None and fits(name + "."):
-                    self.followed.append((module._modules, name, child))
+                    self.followed.append((children, name, child))
+                    here = f"{path}.{name}" if path else name
+                    if not rest and not child._modules:  # as most are
+                        yield here, child
+                        continue
                     inner = unwrapped(child)
                     if not any(inner is other for other in above):
-                        yield from self._matching(inner, f"{path}.{name}" if path else name, parts[1:], whole, above)
+                        yield from self._matching(inner, here, rest, whole, above)
 
     def matching_tensors(self, pattern: str) -> Iterator[tuple[str, nn.Module, str]]:
         """The parameters and buffers whose paths a glob matches, each with its owner and its name there."""
@@ -132,20 +139,20 @@ class Index:
         return found
 
     def plain_ids(self) -> frozenset[int]:
-        """Those of them that are no ``nn.Parameter``, by id: looked for at each opening, so as quickly as can be."""
-        ids, seen, waiting = list[int](), set[int](), [self.root]
+        """Those of them that are no ``nn.Parameter``, by id, and what they are views of: as quickly as can be."""
+        found, seen, waiting = list[Tensor](), set[int](), [self.root]
         while waiting:
             module = waiting.pop()
             held: Any = module._parameters
             for tensor in held.values():
                 if type(tensor) is Tensor:
-                    ids.append(id(tensor))
+                    found.append(tensor)
             if module._buffers:
-                ids += [id(tensor) for tensor in module._buffers.values() if type(tensor) is Tensor]
+                found += [tensor for tensor in module._buffers.values() if type(tensor) is Tensor]
             if module._modules and id(module) not in seen:  # no other one can contain itself
                 seen.add(id(module))
                 waiting += [child for child in module._modules.values() if child is not None]
-        return frozenset(ids)
+        return ids_of(found)
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
 
@@ -169,6 +176,16 @@ class Index:
     def names(self, module: nn.Module) -> list[str]:
         """Every name of a module: a shared one has several, one of another model none."""
         return self._names.get(id(module), [])
+
+
+def ids_of(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The ids of tensors, and of what they are views of: other views of that share their memory."""
+    found = list[int]()
+    for tensor in tensors:
+        found.append(id(tensor))
+        if type(tensor) is Tensor and (base := base_of(tensor)) is not None:
+            found.append(id(base))
+    return frozenset(found)
 
 
 def described(value: object) -> str:

@@ -13,14 +13,20 @@ tensors to pinned memory on a stream of its own instead; ``Keep.wait`` waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchhook._torch import base_of, in_transform, lazy_clone, storage_key, unwrapped
+from torchhook import transforms
+from torchhook._core.index import ids_of
+from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped, use_count
+from torchhook._torch_hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
+from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
 
 Transform = Callable[[Any], Any]
@@ -66,16 +72,32 @@ class Keep:
         self._owned: Callable[[], Iterable[Tensor]] = tuple
         self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
-        self._inputs: list[Tensor] = []
+        self._inputs: Sequence[Tensor] = ()
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
+        self._placed: list[Keep] = []
+        """The same for single sites, which have to know what this one is told."""
+
+    def placed(self, known: Callable[[], KnownHeads]) -> Keep:
+        """The same way to keep values, for one site; another object only if the transform asks where it is."""
+        if not transforms.asks_where(self.transform):
+            return self
+        keep = copy.copy(self)
+        keep.transform = transforms.placed(self.transform, known)
+        keep._placed = []
+        self._placed.append(keep)
+        return keep
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
         """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""
         return lambda value, call: put((call, next(order), self.kept(value)))
 
-    def kept(self, value: Any) -> Any:
-        """As ``value``, which is written out here for a plain tensor: this runs once for every captured layer."""
+    def kept(self, value: Any, made_here: bool = False) -> Any:
+        """As ``value``, which is written out here for a plain tensor: this runs once for every captured layer.
+
+        ``made_here`` says that only the running call holds the value, which then has made it: nobody needs to look
+        whether it outlives the forward pass.
+        """
         if (
             self._is_fast
             and type(value) is Tensor
@@ -83,8 +105,11 @@ class Keep:
             and not value.is_quantized
             and not in_transform()
             and (self._to_host is None or value.is_cpu or value.is_cuda)
-            and id(value) not in (ids := self._outliving_ids or self._ids())
-            and ((base := base_of(value)) is None or _is_passing(base, value, ids))
+            and (made_here or not self._outlives(value))
+            and (
+                (base := base_of(value)) is None
+                or self._is_passing(getrefcount(base) + use_count(base) <= held_by_view, base, value)
+            )
         ):
             try:
                 # data: quicker than detach, and no view is kept.
@@ -92,7 +117,21 @@ class Keep:
                 return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept)
             except (NotImplementedError, RuntimeError):
                 pass
+        if made_here and self._is_fast and type(value) is tuple and (kept_parts := self._parts(value)) is not None:
+            return kept_parts
         return self.value(value)
+
+    def _parts(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What is kept of a tuple that only the running call holds; ``None`` if it holds more than new tensors."""
+        found: list[Any] = []
+        for part in values:
+            if type(part) is Tensor and getrefcount(part) <= held_by_tuple:
+                found.append(self.kept(part, True))
+            elif part is None:
+                found.append(None)
+            else:
+                return None
+        return tuple(found)
 
     def value(self, value: Any) -> Any:
         """What is kept of one passing value."""
@@ -123,19 +162,42 @@ class Keep:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
         self._inputs = list(tensors)
         self._outliving_ids = self._outliving_storages = None
+        for keep in self._placed:
+            keep._owned, keep._find_ids, keep._owned_ids = self._owned, self._find_ids, None
+            keep._inputs, keep._outliving_ids, keep._outliving_storages = self._inputs, None, None
+
+    def _outlives(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of those that outlive the forward pass."""
+        if self._owned_ids is None and tensor.layout == torch.strided and is_lazy_clone(tensor):
+            # Memory that is shared already moves when it is written, whoever owns it: not worth a search for the owner.
+            return id(tensor) in ids_of(self._inputs)
+        return id(tensor) in (self._outliving_ids or self._ids())
+
+    def _is_passing(self, only_viewed: bool, base: Tensor, view: Tensor) -> bool:
+        """Whether the memory of a view is made in the forward pass, and not much larger than the view.
+
+        ``only_viewed``: nobody but the view holds ``base``. Counted before the others, for arguments are references.
+        """
+        if type(base) is not Tensor or base is view or (not only_viewed and self._outlives(base)):
+            return False
+        try:
+            return base.nbytes <= _ROOMY * view.nbytes  # a small view would hold on to all of it
+        except (NotImplementedError, RuntimeError):
+            return False
 
     def _ids(self) -> frozenset[int]:
-        """The tensors that outlive the forward pass; those of the model are looked for when the first value passes."""
+        """The tensors that outlive the forward pass; those of the model are looked for when it matters first."""
         if self._outliving_ids is None:
             if self._owned_ids is None:
                 find = self._find_ids
-                self._owned_ids = frozenset(map(id, self._owned())) if find is None else find()
-            self._outliving_ids = self._owned_ids.union(map(id, self._inputs))
+                self._owned_ids = ids_of(self._owned()) if find is None else find()
+            self._outliving_ids = self._owned_ids | ids_of(self._inputs)
         return self._outliving_ids
 
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
         self.owned_by(tuple)
+        self._placed = []
         if self._to_host is not None:
             self._to_host.settle()
 
@@ -157,11 +219,11 @@ class Keep:
         """Whether the tensor's memory may be shared copy-on-write, as far as one can tell beforehand."""
         if type(tensor) is not Tensor or tensor.is_quantized or in_transform():  # a Parameter outlives by its type
             return False
-        base, ids = base_of(tensor), self._ids()
-        if id(tensor) in ids:
+        if self._outlives(tensor):
             return False
+        base = base_of(tensor)
         if base is not tensor and not tensor.is_inference():
-            return base is None or _is_passing(base, tensor, ids)
+            return base is None or self._is_passing(getrefcount(base) + use_count(base) <= held_by_view, base, tensor)
         # Nobody knows what it is a view of.
         try:
             if tensor.untyped_storage().nbytes() > _ROOMY * tensor.nbytes:
@@ -189,16 +251,6 @@ class Keep:
 
 def _at_once() -> None:
     """Nothing is on its way."""
-
-
-def _is_passing(base: Tensor, view: Tensor, outliving: frozenset[int]) -> bool:
-    """Whether the memory of a view is made in the forward pass, and not much larger than the view."""
-    if type(base) is not Tensor or base is view or id(base) in outliving:
-        return False
-    try:
-        return base.nbytes <= _ROOMY * view.nbytes  # a small view would hold on to all of it
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 def _detached_clone(tensor: Tensor) -> Tensor:

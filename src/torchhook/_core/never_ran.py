@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
+from itertools import islice
 
-import torch
 import torch.fx
 from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
+from torchhook._core.hooks import is_script
 from torchhook._core.index import Index
 from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope
@@ -19,16 +21,20 @@ from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
-from torchhook.errors import NeverRanWarning, suggestion, warn
+from torchhook.errors import NeverRanWarning, RecomputeWarning, suggestion, warn
 
 _ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
 
 
+def came(site: Site, tap: Tap, recording: Recording, seen: set[Site]) -> bool:
+    """Whether a site has run; of one that names calls, those."""
+    return tap.ran > 0 if site.call is None else site in (recording if site.counts_back else seen)
+
+
 def takes_hooks(target: Target, index: Index) -> bool:
     """Whether a target is surely no part of TorchScript: it takes no hooks, called or not."""
-    is_one = torch.jit.ScriptModule
-    return target.tensor is None and not isinstance(target.module, is_one) and not isinstance(index.root, is_one)
+    return target.tensor is None and not is_script(target.module) and not is_script(index.root)
 
 
 def cause(
@@ -52,9 +58,10 @@ def cause(
         times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
         return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
-        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so there was no call {site.call}."
+        none = "there was no call" if isinstance(site.call, int) else "there were no calls"
+        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so {none} {site.call}."
     around = _around(site.path, index)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in (target.module, *(m for _, m in around))):
+    if any(is_script(module) for module in (target.module, *(m for _, m in around))):
         return "it is TorchScript, which takes no hooks: use the module it was made from."
     if not any(other.ran for other in taps.values()):
         return NOT_CALLED
@@ -174,14 +181,30 @@ def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     return "no gradient reached it: call backward inside the block, on something that depends on it."
 
 
+def tell_of_edits(sites: list[str]) -> None:
+    """Warn of edits that a backward pass after the session would not repeat."""
+    if sites:
+        warn(
+            f"{', '.join(map(repr, sites[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
+            "which computes that part again, has not come. Without this session it is computed unedited, and its "
+            "gradients are wrong: call backward() inside the block.",
+            RecomputeWarning,
+        )
+
+
 def tell(recording: Recording) -> None:
     """Warn of what was replaced while a session was open, and of what never ran."""
     missing, replaced = recording.missing, recording.replaced
-    if only := [address for address in replaced if address not in missing]:
+    if replaced and (only := [address for address in replaced if address not in missing]):
         lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
         warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
     if missing:
-        lines = [f"  {address or MODEL!r}: {why}" for address, why in list(missing.items())[:10]]
-        more = [f"  … and {len(missing) - 10} more: see rec.missing"] if len(missing) > 10 else []
-        what = "1 selected site" if len(missing) == 1 else f"{len(missing)} selected sites"
-        warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+        warn(_never_ran(len(missing), tuple(islice(missing.items(), 10))), NeverRanWarning)
+
+
+@functools.lru_cache(maxsize=16)  # a session that is opened again and again says the same at each end
+def _never_ran(number: int, first: tuple[tuple[str, str], ...]) -> str:
+    lines = [f"  {address or MODEL!r}: {why}" for address, why in first]
+    more = [f"  … and {number - 10} more: see rec.missing"] if number > 10 else []
+    what = "1 selected site" if number == 1 else f"{number} selected sites"
+    return "\n".join([f"{what} never ran:", *lines, *more])

@@ -26,6 +26,11 @@ class Openable:
     def is_open(self) -> bool:
         return self._life == "open"
 
+    @property
+    def _state(self) -> str:
+        """Where it stands, in words."""
+        return "not open yet" if self._life in ("unmade", "made") else self._life
+
     def open(self: Self) -> Self:
         """Begin, until ``close``."""
         if self._life != "made":

@@ -6,30 +6,33 @@ the hooks, alive for as long as the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from torchhook import edits
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.taps import Edit, Look, Tap
-from torchhook._recording.address import Site
+from torchhook._recording.address import Calls, Site
 from torchhook._values import tree
+from torchhook._values.tree import Inputs
 from torchhook.errors import SelectorError
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
-    """Edits the call that a site names, and notes in ``seen`` that it came; every call, if it names none."""
+    """Edits the calls that a site names, and notes in ``seen`` that they came; every call, if it names none."""
     if site.call is None:
         return edit
 
-    def edit_one(value: Any, call: int) -> Any:
-        if call != site.call:
+    def edit_some(value: Any, call: int) -> Any:
+        if not site.means(call):
             return value
         seen.add(site)
         return edit(value, call)
 
-    return edit_one
+    return edit_some
 
 
 def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
@@ -37,12 +40,26 @@ def only_look(site: Site, look: Look, seen: set[Site]) -> Look:
     if site.call is None:
         return look
 
-    def look_at_one(value: Any, call: int) -> None:
-        if call == site.call:
+    def look_at_some(value: Any, call: int) -> None:
+        if site.means(call):
             seen.add(site)
             look(value, call)
 
-    return look_at_one
+    return look_at_some
+
+
+def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
+    """As ``only_look``, for who keeps what several selectors name at one site, once; any call may be the last."""
+    if not sites:
+        return look
+
+    def keep_some(value: Any, call: int) -> None:
+        named = [site for site in sites if site.counts_back or site.means(call)]
+        seen.update(named)
+        if named:
+            look(value, call)
+
+    return keep_some
 
 
 def of_leaf(site: Site, look: Look) -> Look:
@@ -65,6 +82,25 @@ def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
     return look if check is None else lambda value, call: look(check(value), call)
 
 
+def inputs_kept_from(keep: Keep) -> Look:
+    """Tells ``keep`` what the model is called with; written out for what most models are called with."""
+
+    def look(value: Any, call: int) -> None:
+        found: list[Tensor] = []
+        parts = (*value.args, *value.kwargs.values()) if type(value) is Inputs else (value,)
+        for part in parts:
+            if type(part) is Tensor:
+                found.append(part)
+            elif type(part) not in _WITHOUT_TENSORS:
+                found.extend(tree.tensors(part))
+        keep.called_with(found)
+
+    return look
+
+
+_WITHOUT_TENSORS = (type(None), bool, int, float, str)
+
+
 def looked_at_first(tap: Tap, look: Look) -> Edit:
     """An edit that changes nothing: it sees the value before the others do."""
 
@@ -79,12 +115,15 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
 def editor(site: Site, edit: edits.Edit) -> Edit:
     """Tells an edit where it is, and checks what it makes."""
 
+    checks = not edits.changes_call(edit)
+
     def change(value: Any, call: int) -> Any:
         here = site.but(call=call)
         new = edit(value, here)
         if new is None or new is value:
             return value
-        edits.check(value, new, here)
+        if checks:
+            edits.check(value, new, here)
         return new
 
     return change
@@ -93,8 +132,11 @@ def editor(site: Site, edit: edits.Edit) -> Edit:
 def stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
     """Ends the pass once nothing is waited for any more."""
 
+    last = site.call.stop - 1 if isinstance(site.call, Calls) and site.call.stop is not None else None
+
     def stop(value: Any, call: int) -> None:
-        waiting.discard(site)
+        if last is None or call >= last:
+            waiting.discard(site)
         if not waiting:
             if any(keep.mode in ("live", "reference") for keep in keeps):
                 check()

@@ -6,6 +6,8 @@ import contextvars
 import dataclasses
 from typing import Any
 
+from torchhook._recording.tables import Table
+
 
 class Scope:
     """The identity of one open session."""
@@ -47,6 +49,9 @@ class Stopped:
 
     def __repr__(self) -> str:
         return f"<no output: the forward pass stopped at {self.at!r}>"
+
+    def _repr_html_(self) -> str:
+        return Table(f"no output: the forward pass stopped at {self.at!r}", [], [])._repr_html_()
 
     def __getitem__(self, key: Any) -> Any:
         raise TypeError(f"the forward pass stopped at {self.at!r}, so the model has no output.")

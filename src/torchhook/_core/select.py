@@ -12,14 +12,13 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from torchhook._core import naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
-from torchhook._recording.address import PORTS, Site, parse, readings
+from torchhook._recording.address import PORTS, Calls, Site, parse, readings
 from torchhook.errors import SelectorError, suggestion
 
 Selector: TypeAlias = (
@@ -56,6 +55,9 @@ def resolve(
         excluded = _choose(index, exclude, "output")
         left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
         chosen = {key: t for key, t in chosen.items() if not left_out & {(key[0], None), (key[0], t.site.port)}}
+    for target in chosen.values():
+        if isinstance(target.site.call, Calls) and target.site.call.is_empty:
+            raise SelectorError(f"{target.site.shown!r} names no call: its calls end where they begin, or before.")
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
     return list(chosen.values())
@@ -71,13 +73,25 @@ def _choose(index: Index, selector: Any, port: str) -> Iterable[Target]:
         if module is not None and is_callable(module):  # an exact name, as most are
             return (_new(Target, (_site(selector, port), module, None)),)
         if selector.startswith("@"):
-            return chain.from_iterable([_by_site(index, site) for site in naming.sites(index.root, selector, port)])
+            return [t for site in naming.sites(index.root, selector, port) for t in _by_site(index, site)]
         return _by_text(index, selector, port)
     if isinstance(selector, (list, tuple, set, frozenset)):
         if not selector:
             raise SelectorError("an empty list selects nothing. Name at least one site, or '**' for every module.")
-        return chain.from_iterable([_choose(index, part, port) for part in selector])
+        return _in_list(index, selector, port)
     return _by_object(index, selector, port)
+
+
+def _in_list(index: Index, selectors: Iterable[Any], port: str) -> list[Target]:
+    found: list[Target] = []
+    for part in selectors:
+        # As _choose does it, without the call: lists of a hundred exact names are common.
+        module = index.find(part, index.followed) if type(part) is str else None
+        if module is not None and is_callable(module):
+            found.append(_new(Target, (_site(part, port), module, None)))
+        else:
+            found.extend(_choose(index, part, port))
+    return found
 
 
 _new = tuple.__new__  # twice as fast as Target(…)
@@ -288,3 +302,41 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
             yield from ((name, path) for name in names if name != path)
 
     return find
+
+
+# -- calls ----------------------------------------------------------------------------------------------
+
+
+def by_site(targets: Sequence[Target]) -> Iterable[tuple[Target, Sequence[Target], Sequence[Site]]]:
+    """Each site once, with the other targets that name calls of it and all the calls that are named; mostly none are.
+
+    A target that names no call holds those that do already.
+    """
+    if all(target.site.call is None for target in targets):
+        return ((target, (), ()) for target in targets)
+    found: dict[Site, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.site.every_call, []).append(target)
+    whole = {site: next((one for one in group if one.site.call is None), None) for site, group in found.items()}
+    return [
+        (group[0], group[1:], [one.site for one in group]) if whole[site] is None else (whole[site] or group[0], (), ())
+        for site, group in found.items()
+    ]
+
+
+def refuse_counting_back(site: Site, who: str) -> None:
+    """Say that a call is not known to be the last one while it runs."""
+    if site.counts_back:
+        raise SelectorError(
+            f"{site.shown!r}: which call is the last is known only when it is over, so that {who} would come too late. "
+            f"Count from the first call: '{site.but(call=0).shown}', '{site.but(call=Calls(1)).shown}'."
+        )
+
+
+def refuse_open_end(site: Site) -> None:
+    """Say that a pass cannot end at a site whose last call is not known."""
+    if isinstance(site.call, Calls) and site.call.stop is None:
+        raise SelectorError(
+            f"{site.shown!r}: stop=True ends the pass at the last call, and this has none. Say where it ends "
+            f"('{site.but(call=Calls(site.call.start, (site.call.start or 0) + 2)).shown}'), or leave out stop=True."
+        )

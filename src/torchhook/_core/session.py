@@ -12,8 +12,9 @@ from typing import Any, Literal, NoReturn
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import calling, functional, hooks, never_ran, passing, wiring
+from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
+from torchhook._core.heads import heads_at
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -24,16 +25,16 @@ from torchhook._core.scope import Scope, Stop, Stopped
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import CustomTap, Look
-from torchhook._core.wiring import Taps
+from torchhook._core.wiring import Shown, Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._values import tree
-from torchhook.errors import RecomputeWarning, SelectorError, SessionError, hint, never_opened, warn
+from torchhook._torch import graph_task
+from torchhook.errors import SelectorError, SessionError, hint, never_opened
 
 Threads = Literal["own", "all"]
 
 
-class Session:
+class Session(Shown):
     """Edits and looks on sites of a model, for as long as it is open.
 
     Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
@@ -52,30 +53,33 @@ class Session:
         self._warn = warn
         self.reports = True
         """Whether it notes in its recording what never ran, and why."""
-        self._given_as = ""
-        self._recipe: Callable[[Session], None] | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        """What belongs to one opening."""
-        self.recording: Recording = Recording(type(self.index.root).__name__)
-        self.scope: Scope = Scope()
         self.gathers: Together | None = None
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
         """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
-        self._keeps: list[Keep] = []
-        self._seen: set[Site] = set()
-        self._followed: dict[Site, Tensor] = {}
+        self._given_as = ""
+        self._recipe: Callable[[Session], None] | None = None
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one opening; the rest is the same in all of them."""
+        self.recording: Recording = Recording(type(self.index.root).__name__)
+        scope = self.scope = Scope()
+        self._keeps: list[Keep] = []
+        self._seen: set[Site] = set()
+        self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
-        self._taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self.handles: TensorHandles = self._taps.handles
-        """Hooks on tensors, which go when the session closes."""
+        self._taps = Taps(self.index, scope, scope if self._own_threads_only else None)
         self._attachment: Attachment | None = None
         self._closed = False
+
+    @property
+    def handles(self) -> TensorHandles:
+        """Hooks on tensors, which go when the session closes."""
+        return self._taps.handles
 
     # -- building -----------------------------------------------------------------------------
 
@@ -92,13 +96,16 @@ class Session:
                 f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
                 "To change the value, edit what the module makes of it, or assign it."
             )
-        change = edits.at(site.leaf, edit) if site.leaf else edits.adapt(edit)
+        select.refuse_counting_back(site, "an edit")
+        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
+        change = edits.at(site.leaf, change) if site.leaf else change
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
-        look = passing.of_leaf(target.site, look)
-        self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
+        select.refuse_counting_back(target.site, "whoever looks")
+        look = passing.only_look(target.site, passing.of_leaf(target.site, look), self._seen)
+        self._taps.of(target).add_look(look)
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
@@ -108,29 +115,29 @@ class Session:
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
-        targets = list(targets)
+        chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
-        recording, taps = self.recording, self._taps
-        every_call = {t.site for t in targets} if any(t.site.call is not None for t in targets) else ()
-        for target in targets:
+        task = graph_task()
+        for target, others, calls in select.by_site(chosen):
             site = target.site
-            if site.call is not None and site.every_call in every_call:
-                continue  # "relu" holds "relu#1" already
-            rows = recording.opened(site, max_records)
-            if not units and not before_edits and taps.record(target, keep, rows, recording.order):
+            rows = recording.opened(site, max_records, calls)
+            own = keep.placed(heads_at(self.index, target))
+            if not units and not before_edits and taps.record(target, own, rows, recording.order, task):
                 continue
-            tap, recorder = taps.of(target), keep.recorder(rows.append, recording.order)
+            tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
             if units:
                 recorder = passing.checked(units.checked(site), recorder)
-            recorder = passing.only_look(site, passing.of_leaf(site, recorder), self._seen)
+            recorder = passing.only_keep(calls, passing.of_leaf(site, recorder), self._seen)
+            for other in others:
+                taps.of(other)
             if before_edits:
                 tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
-        self.recording.other_names = other_names(self.index, targets, self.recording.other_names)
-        self.recording.wait_with(keep.wait)
+        recording.other_names = other_names(self.index, chosen, recording.other_names)
+        recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.add_look(lambda value, call: keep.called_with(tree.tensors(value)), first=True)
+        self._taps.root.add_look(passing.inputs_kept_from(keep), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -154,6 +161,7 @@ class Session:
                 raise SessionError(
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
+            select.refuse_open_end(target.site)
             self.look(target, passing.stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
@@ -199,19 +207,18 @@ class Session:
         if self._attachment is not None:
             self._open_again()
         self._given_as = ""  # one that is refused was not forgotten
-        hooks.refuse_compiled_code()
-        hooks.eager_stance.say_once(self.index.given)
+        may_be_compiled = hooks.may_be_compiled(self.index.given)
         taps, scope = self._taps, self.scope
         taps.complete()
         attachment = self._attachment = Attachment()
         try:
+            attachment.defer(*[keep.release for keep in self._keeps])
             for keep in self._keeps:
-                attachment.defer(keep.release)
                 keep.owned_by(self.index.owned, self.index.plain_ids)
-            hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
-            attachment.defer(taps.let_go)
+            if may_be_compiled:
+                hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
+            attachment.defer(taps.let_go, scope.leave)
             wiring.opened[id(taps)] = taps
-            attachment.defer(scope.leave)
             if self.gathers is not None:
                 attachment.defer(self.gathers.close)
                 self.gathers.open()
@@ -219,7 +226,8 @@ class Session:
                 attachment.defer(taps.listener.close)
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
-            for module, tap in taps:
+            counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
+            for module, tap in counted:
                 attachment.attach(tap, module)
             if taps.parameters:
                 gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
@@ -325,16 +333,10 @@ class Session:
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        if self.reports:
+        if self.reports and (self._followed or not self._taps.all_ran() or not self.index.is_as_it_was()):
             self._report(error)
-        if error is None and self._warn and (lost := self._taps.edits_to_come()):
-            warn(
-                f"{', '.join(map(repr, lost[:4]))}: edited in a checkpointed part of the model, and the backward pass, "
-                "which computes that part again, has not come. Without this session it is computed unedited, and its "
-                "gradients are wrong: call backward() inside the block.",
-                RecomputeWarning,
-            )
         if error is None and self._warn:
+            never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)
 
     def _explain(self, error: BaseException) -> None:
@@ -345,7 +347,8 @@ class Session:
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        is_as_it_was, ran = not self._followed and self.index.is_as_it_was(), self._taps.any_ran
+        is_as_it_was = not self._followed and self.index.is_as_it_was()
+        ran = self._taps.any_ran
         for site, (target, tap) in self._taps.targets.items():
             forward = self._taps.passing(site, tap)
             if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
@@ -359,7 +362,7 @@ class Session:
             if replaced:
                 # Its hooks are on what was there when the session opened; the new one has none.
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
-            if site in self._seen if site.call is not None else tap.ran:
+            if never_ran.came(site, tap, self.recording, self._seen):
                 continue
             if isinstance(error, Stop):
                 why = "another session's stop=True ended the block."

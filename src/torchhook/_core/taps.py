@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from sys import getrefcount
 from typing import Any
 
 from torch import is_grad_enabled, nn
@@ -21,9 +22,9 @@ from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import Scope, active
 from torchhook._recording.records import Rows
-from torchhook._torch import graph_task, saved_tensor_hooks
+from torchhook._torch import graph_task, saved_tensor_hooks, torch_task
 from torchhook._torch_compiler import in_trace
-from torchhook._torch_hooks import Undo, put_after, put_before
+from torchhook._torch_hooks import Undo, held_by_call, put_after, put_before
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Any, int], Any]
@@ -218,13 +219,16 @@ class OutputTap(Tap):
 class RecordTap(OutputTap):
     """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
 
-    _does_more = True
+    # As long as nobody else edits, looks or wants gradients.
+    _edits, _only_looks, _does_more = False, True, False
 
-    def __init__(self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int]) -> None:
+    def __init__(
+        self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int], made_in: int
+    ) -> None:
         self.label = label
         self.scope = scope
         self.calls = count()
-        self._made_in = graph_task()
+        self._made_in = made_in
         self.keep = keep
         self.rows = rows
         self.order = order
@@ -232,13 +236,20 @@ class RecordTap(OutputTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # What an OutputTap does, on one level, where there is nothing but to keep a value in the session's own context.
         scope = self.scope
-        if scope is None or scope.runs_eagerly or scope not in active.get() or self._does_more or listening:
-            return super().__call__(module, args, output)
-        if repeated or graph_task() != -1:
+        if (
+            scope is None
+            or (scope.runs_eagerly and in_trace())
+            or scope not in active.get()
+            or self._does_more
+            or listening
+            or repeated
+            or torch_task() != -1
+        ):
             return super().__call__(module, args, output)
         call = next(self.calls)
         self.ran = call + 1
-        self.rows.append((call, next(self.order), self.keep.kept(output)))
+        made_here = getrefcount(output) <= held_by_call  # on a line of its own, for arguments are references too
+        self.rows.append((call, next(self.order), self.keep.kept(output, made_here)))
         return None
 
     def look(self, value: Any, call: int) -> None:
@@ -247,9 +258,9 @@ class RecordTap(OutputTap):
             look(value, call)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
-        self._edits = bool(self.edits)
-        self._only_looks = not self.edits and not self.aliases
-        self._does_more = not self._only_looks or bool(self.looks)
+        if self.edits or self.aliases or self.looks:
+            self._edits, self._does_more = bool(self.edits), True
+            self._only_looks = not self.edits and not self.aliases
         put_after(undo, module, self)
 
 
@@ -283,15 +294,17 @@ class InputTap(Tap):
         ):
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
-        if not self.edits and not self.looks and not listening and not repeated and graph_task() == -1:
-            # What take does then, without the calls: modules whose gradients are wanted are entered this way.
+        if not self.edits and not listening and not repeated and graph_task() == -1:
+            # What take does then, without the calls: the model is entered this way, and what has gradients to be seen.
             call = next(self.calls)
             self.ran = call + 1
             value = passing
             if self.aliases:
                 self.note_segments(call)
-                for alias in self.aliases:
-                    value = alias(value, call, (), False)
+            for look in self.looks:
+                look(value, call)
+            for alias in self.aliases:
+                value = alias(value, call, (), False)
             return None if value is passing else as_arguments(value)
         value = self.take(passing)
         return None if value is passing else as_arguments(value)

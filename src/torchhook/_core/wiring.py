@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -12,14 +12,15 @@ from torch.nn.parameter import is_lazy
 from torchhook._core import offload
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
-from torchhook._core.hooks import TensorHandles
+from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
-from torchhook._recording.records import Rows
+from torchhook._recording.records import Recording, Rows
+from torchhook._recording.tables import Table, counted
 from torchhook._torch import graph_task
 from torchhook.errors import SelectorError, SessionError
 
@@ -32,25 +33,35 @@ opened: dict[int, Taps] = {}
 class Taps:
     """The taps of a session, made when a site first needs one: one for each module and direction, or operation."""
 
+    # What most sessions never need is the class's, or made when asked for: one that is opened again makes all anew.
+    parameters: Sequence[tuple[Target, GradTap]] = ()
+    """Those whose gradients are wanted."""
+    listener: Listener | None = None
+    _is_complete = False
+
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
         self.targets: dict[Site, tuple[Target, Tap]] = {}
         """Where each site that was asked for is seen."""
-        self.parameters: list[tuple[Target, GradTap]] = []
-        """Those whose gradients are wanted."""
-        self.listener: Listener | None = None
-        self.handles = TensorHandles()
-        self.aliases = Aliases()
         self._index = index
         self._scope = scope
         self._seen_from = seen_from
         # The module and its tap by the module's id.
-        self._inputs: dict[int, tuple[nn.Module, InputTap]] = {}
+        self.root = InputTap("", seen_from)
+        """Sees the model being called, whatever is asked for."""
+        self._inputs: dict[int, tuple[nn.Module, InputTap]] = {id(index.root): (index.root, self.root)}
         self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
-        self._is_complete = False
-        self.root = self._input_tap(index.root, "")
-        """Sees the model being called, whatever is asked for."""
+        self.root_module = index.root
+
+    @functools.cached_property
+    def handles(self) -> TensorHandles:
+        """Hooks on tensors."""
+        return TensorHandles()
+
+    @functools.cached_property
+    def aliases(self) -> Aliases:
+        return Aliases()
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -75,7 +86,20 @@ class Taps:
     @property
     def any_ran(self) -> bool:
         """Whether the model or any part of it was called."""
-        return self.root.ran > 0 or any(tap.ran for _, tap in self)
+        for taps in (self._inputs, self._outputs, self._customs):
+            for _, tap in taps.values():
+                if tap.ran:
+                    return True
+        return self.root.ran > 0  # it may have been left out
+
+    def all_ran(self) -> bool:
+        """Whether there is nothing to say of any site: each ran, in the forward pass and in this session's sight."""
+        if self._gradients:
+            return False
+        for site, (_, tap) in self.targets.items():
+            if not tap.ran or tap.elsewhere or tap.recomputed or site.call is not None:
+                return False
+        return True
 
     def passing(self, site: Site, tap: Tap) -> Tap:
         """The tap that the value itself passes in the forward pass: that of the site, unless it is a gradient's."""
@@ -85,6 +109,13 @@ class Taps:
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
+
+    def table(self, title: str) -> Table:
+        """The sites, what is done there, and how often they ran."""
+        rows = [
+            [site.shown, "edited" if tap.edits else "read", str(tap.ran)] for site, (_, tap) in self.targets.items()
+        ]
+        return Table(title, ["site", "", ">calls"], rows)
 
     # -- making -------------------------------------------------------------------------------------
 
@@ -96,15 +127,16 @@ class Taps:
             known = self.targets[site] = (target, self._make(target))
         return known[1]
 
-    def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int]) -> bool:
-        """Have what passes a target kept, where a tap that does nothing else will do."""
+    def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int], task: int) -> bool:
+        """Have what passes a target kept, where a tap that does nothing else will do; ``task`` is the backward pass."""
         site, module, tensor = target
         if tensor is not None or site.port != "output" or site.op is not None or site.call is not None or site.leaf:
             return False
-        if id(module) in self._outputs or site in self.targets:
+        outputs, key = self._outputs, id(module)
+        if key in outputs or site in self.targets:
             return False
-        tap = RecordTap(site.path, self._seen_from, keep, rows, order)
-        self._outputs[id(module)] = (module, tap)
+        tap = RecordTap(site.path, self._seen_from, keep, rows, order, task)
+        outputs[key] = (module, tap)
         self.targets[site] = (target, tap)
         return True
 
@@ -135,8 +167,11 @@ class Taps:
     def let_go(self) -> None:
         """Take away what is on tensors; the rest is on modules."""
         opened.pop(id(self), None)
-        self.handles.remove()
-        self.aliases.settle()
+        made = self.__dict__
+        if "handles" in made:
+            self.handles.remove()
+        if "aliases" in made:
+            self.aliases.settle()
 
     def listen(self, listener: Listener) -> None:
         """See the functional operations inside the modules."""
@@ -196,7 +231,7 @@ class Taps:
             raise SelectorError(f"{site.shown!r}: the parameter has no shape yet. Run the model once, then capture.")
         grad_tap = GradTap(site.path, self._scope)
         if live_tensor(target).requires_grad:
-            self.parameters.append((target, grad_tap))
+            self.parameters = [*self.parameters, (target, grad_tap)]
         return grad_tap
 
     def _input_tap(self, module: nn.Module, path: str) -> InputTap:
@@ -216,3 +251,19 @@ def _pass_tensor(tap: Tap, target: Target) -> None:
     assert target.tensor is not None
     with offload.read(target.module, target.tensor) as tensor:
         tap.take(tensor)
+
+
+class Shown:
+    """How a session shows itself: in one line, and in a notebook with its sites."""
+
+    recording: Recording
+    _taps: Taps
+    _attachment: Attachment | None
+    _closed: bool
+
+    def __repr__(self) -> str:
+        state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
+        return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return self._taps.table(repr(self)[1:-1])._repr_html_()

@@ -47,7 +47,7 @@ class Feeder:
             path = target.site.path
 
             def feed(value: Any, site: Site, path: str = path) -> Any:
-                key = path, site.call or 0
+                key = path, site.first_call
                 return self._fed(value, given[key], site.but(port="output")) if key in given else value
 
             session.edit(target._replace(site=target.site.but(port="input")), feed)
@@ -60,7 +60,7 @@ class Feeder:
             module = None if other is None else self._b.modules.get(other.path)
             if other is not None and module is not None:
                 # Under its first name there, by which it is asked.
-                found[self._b.names(module)[0], other.call or 0] = record.value
+                found[self._b.names(module)[0], other.first_call] = record.value
         return found
 
     def _fed(self, value: Any, given: Any, site: Site) -> Any:

@@ -22,6 +22,7 @@ from torchhook._extract.one_row import Square, try_one_row
 from torchhook._extract.sources import Source
 from torchhook._extract.task import FirstBatch
 from torchhook._features.api import ColumnSpec, Manifest, shown
+from torchhook._recording.address import parse
 from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
 from torchhook.errors import DataWarning, ExtractError, warn
@@ -154,10 +155,10 @@ def _measured(
         seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
     for site, times in calls.items():
         if times > 1:
-            name = shown(site)
+            first = parse(site).first_call  # of a range, the first of its calls
+            one, last = (parse(site).but(call=first + call).shown for call in (0, times - 1))
             raise ExtractError(
-                f"{name!r} runs {times} times in one forward pass: say which call is meant, "
-                f"'{name}#0' to '{name}#{times - 1}'."
+                f"{shown(site)!r} runs {times} times in one forward pass: say which call is meant, '{one}' to '{last}'."
             )
     if square.found:
         try_one_row(forward, batch, extras, device)

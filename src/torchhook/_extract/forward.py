@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchhook import transforms
+from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
@@ -102,7 +104,8 @@ class Forward:
             site = str(target.site)
             if see is not None:
                 session.look(target, _shown_to(see, site))
-            session.look(target, _hand_on(site, self.transforms[site], known.get(site), put))
+            transform = transforms.placed(self.transforms[site], heads_at(self.index, target))
+            session.look(target, _hand_on(site, transform, known.get(site), put))
         if stop:
             session.stop_when_seen(self.targets)
         # Not inference_mode: what a model keeps for itself, a cache of positions, could not be trained with later.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from torchhook._recording.tables import Table, counted
 from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
 from torchhook.errors import ExtractError, require
 
@@ -92,6 +94,16 @@ class ImageFolder(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def __repr__(self) -> str:
+        classes = f" of {counted(len(self.classes), 'class', 'classes')}" if self.classes else ""
+        return f"<ImageFolder {str(self.root)!r}: {counted(len(self), 'image')}{classes}>"
+
+    def _repr_html_(self) -> str:
+        numbers = Counter(self.labels or ())
+        rows = [[name, f"{numbers[i]:,}"] for i, name in enumerate(self.classes)]
+        columns = ["class", ">images"] if rows else []
+        return Table(repr(self)[1:-1], columns, rows, [f"prepared by: {self.preparation}"])._repr_html_()
 
     def __getitem__(self, index: int) -> Any:
         path = self.root / self.ids[index]

@@ -10,7 +10,7 @@ from torchhook._features import index, manifest, shards
 from torchhook._features.index import Entry
 from torchhook._features.manifest import Manifest
 from torchhook._features.store import Store
-from torchhook._recording.tables import size
+from torchhook._recording.tables import Table, size
 from torchhook._recording.tensor_file import DTYPES
 from torchhook.errors import BrokenShardError
 
@@ -60,6 +60,10 @@ class Report:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        title, *notes = str(self).splitlines()
+        return Table(title, [], [], notes)._repr_html_()
 
 
 def verify(path: str | os.PathLike[str]) -> Report:

@@ -24,6 +24,7 @@ from torchhook._guard.thorough import Scrutiny, thorough_session
 from torchhook._guard.watcher import Watcher
 from torchhook._guard.word import Word
 from torchhook._recording.address import Site
+from torchhook._recording.tables import Table
 from torchhook.errors import NeverRanWarning, warn
 
 __all__ = ["Finding", "Guard", "guard"]
@@ -80,7 +81,15 @@ class Guard(Openable):
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
     def __repr__(self) -> str:
-        return f"<guard: {len(self.findings)} found>"
+        return f"<guard, {self._state}: {len(self._found)} found>"
+
+    def table(self) -> Table:
+        """What was found, a line each; a finding itself says more."""
+        rows = [[f.site.shown, f.phase, str(f.run), str(f.times), f.headline] for f in self.findings]
+        return Table(repr(self)[1:-1], ["site", "pass", ">run", ">times", "found"] if rows else [], rows)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
 
 def guard(

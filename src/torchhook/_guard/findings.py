@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchhook._recording.address import Site
+from torchhook._recording.tables import Table
 from torchhook._values.elements import dtype_name
 
 Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside"]
@@ -88,20 +89,40 @@ class Finding:
     """Why the pass could not be repeated to find the operation: then only the module is known, or the parameter."""
 
     def __str__(self) -> str:
-        if self.phase == "backward":
-            labels = ("gradient in", "kept from the forward pass", "gradient out")
-        else:
-            labels = ("input", "weight", "output")
-        lines = [self._headline(), f"  in the {self.phase} pass of run {self.run}, inside {' > '.join(self.stack)}"]
-        for label, some in zip(labels, (self.inputs, self.weights, self.outputs), strict=True):
-            lines += [f"  {s}" if s.name == label else f"  {label}: {s}" for s in some]
+        lines = [self.headline, f"  {self._where()}"]
+        lines += [f"  {s}" if s.name == label else f"  {label}: {s}" for label, s in self._tensors()]
         return "\n".join([*lines, f"  {self._advice()}", *([self.note] if self.note else [])])
+
+    def table(self) -> Table:
+        """The tensors around it in numbers."""
+        rows = [
+            [label, "" if s.name == label else s.name, str(s.shape), dtype_name(s.dtype), *map(_number, s[3:7]), s.bad]
+            for label, s in self._tensors()
+        ]
+        columns = ["", "", "shape", "dtype", ">min", ">max", ">mean", ">std", "holds"] if rows else []
+        notes = [self._where(), self._advice(), *([self.note] if self.note else [])]
+        return Table(self.headline, columns, rows, notes)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def _where(self) -> str:
+        return f"in the {self.phase} pass of run {self.run}, inside {' > '.join(self.stack)}"
+
+    def _tensors(self) -> list[tuple[str, Statistics]]:
+        """The tensors around it, each with what it was there."""
+        backward = ("gradient in", "kept from the forward pass", "gradient out")
+        labels = backward if self.phase == "backward" else ("input", "weight", "output")
+        parts = zip(labels, (self.inputs, self.weights, self.outputs), strict=True)
+        return [(label, statistics) for label, some in parts for statistics in some]
 
     def __repr__(self) -> str:  # a line, because findings are often looked at as a list
         times = f" {self.times} times." if self.times > 1 else ""
-        return f"<Finding: {self._headline()}{times}>"
+        return f"<Finding: {self.headline}{times}>"
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """What made it, in one sentence."""
         where = repr(self.site.shown)
         whole = repr(self.site.path) if self.site.path else "the model"
         made = _first_bad((*self.outputs, *self.weights, *self.inputs))
@@ -139,6 +160,10 @@ class Finding:
             )
         site = self.site.every_call
         return f"To see the values: th.capture(model, {site.shown!r}, {site.but(port='input').shown!r})."
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _first_bad(some: Iterable[Statistics]) -> Statistics | None:

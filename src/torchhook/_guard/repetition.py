@@ -137,7 +137,7 @@ class Repetition:
                 return site
             before, calls = run.calls.get(id(module), 0), max(watcher.modules[id(module)], 1)
             each = 1 if site.op is None else watcher.operations[id(module), site.op] // calls
-            return site.but(call=site.call + before * each)
+            return site.but(call=site.first_call + before * each)
 
         for finding in self._scrutiny.judge.findings.values():
             if id(finding) not in known:

@@ -13,13 +13,14 @@ from torchhook._layers.columns import COLUMNS, chosen, totals
 from torchhook._layers.measure import Seen, Shape, measure
 from torchhook._layers.ops import Op, Ops, ops
 from torchhook._layers.timing import seconds
+from torchhook._layers.untrained import untrained
 from torchhook._recording.address import meant, shown
 from torchhook._recording.tables import Table
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import SelectorError, suggestion
 
-__all__ = ["Layer", "Layers", "Op", "Ops", "layers", "numel", "ops", "seconds"]
+__all__ = ["COLUMNS", "Layer", "Layers", "Op", "Ops", "chosen", "layers", "numel", "ops", "seconds", "untrained"]
 
 
 class Layer(NamedTuple):

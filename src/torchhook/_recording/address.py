@@ -1,12 +1,13 @@
 """Sites and their addresses: ``path[/op][#call][:port[.leaf]]``.
 
 A site is a place where a value passes: a module's path in the model, optionally an operation inside
-it, optionally one call only, a port, and optionally one leaf of the value. A site is its address: a string that knows
-its parts. One that was chosen by a standard name (``@resid_post.3``) has that name for its text.
+it, optionally one call or some of them, a port, and optionally one leaf of the value. A site is its address: a string
+that knows its parts. One that was chosen by a standard name (``@resid_post.3``) has that name for its text.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,35 @@ from typing import TYPE_CHECKING, Any
 PORTS = ("output", "input", "grad", "grad_input", "grad_total")
 MODEL = "(model)"
 """How the model itself is called where its path, which is empty, would not be seen. It is read like that too."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """Some of the calls of a site, as a slice chooses them; negative numbers count from the last one.
+
+    >>> str(Calls(1, None)), 1 in Calls(1, 3), 3 in Calls(1, 3)
+    ('1:', True, False)
+    """
+
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join("" if end is None else str(end) for end in (self.start, self.stop))
+
+    def __contains__(self, call: int) -> bool:
+        """Whether a call is one of them, where both ends are counted from the first call."""
+        return (self.start or 0) <= call and (self.stop is None or call < self.stop)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number of calls would be enough: ``3:3``, ``-1:-2``."""
+        start, stop = self.start or 0, self.stop
+        return stop is not None and (stop == 0 or (stop <= start and (stop < 0) == (start < 0)))
+
+
+Which = int | Calls | None
+"""Which calls of a site: one, some, or every one. Records have a number, selectors any of them."""
 
 
 class Site(str):
@@ -28,7 +58,7 @@ class Site(str):
 
     path: str
     op: str | None
-    call: int | None
+    call: Which
     port: str
     leaf: str
     """The part of a nested value that is meant, as ``edits.at`` names it; empty for all of it."""
@@ -40,7 +70,7 @@ class Site(str):
         cls,
         path: str,
         op: str | None = None,
-        call: int | None = None,
+        call: Which = None,
         port: str = "output",
         leaf: str = "",
         role: str = "",
@@ -86,7 +116,7 @@ class Site(str):
         return (*self.parts, self.leaf, self.role)
 
     @property
-    def parts(self) -> tuple[str, str | None, int | None, str]:
+    def parts(self) -> tuple[str, str | None, Which, str]:
         """Path, operation, call and port."""
         return self.path, self.op, self.call, self.port
 
@@ -94,6 +124,26 @@ class Site(str):
     def every_call(self) -> Site:
         """The same site without a call index."""
         return self if self.call is None else self.but(call=None)
+
+    @property
+    def first_call(self) -> int:
+        """The call that it names, or the first of them."""
+        named = self.call.start if isinstance(self.call, Calls) else self.call
+        return named or 0
+
+    @property
+    def counts_back(self) -> bool:
+        """Whether its calls are counted from the last one, which is known only when all are over."""
+        ends = (self.call.start, self.call.stop) if isinstance(self.call, Calls) else (self.call,)
+        return any(end is not None and end < 0 for end in ends)
+
+    def means(self, call: int) -> bool:
+        """Whether it names a call, by numbers that are counted from the first one.
+
+        >>> Site("relu").means(4), Site("relu", call=1).means(4), Site("relu", call=Calls(1, None)).means(4)
+        (True, False, True)
+        """
+        return call in self.call if isinstance(self.call, Calls) else self.call in (None, call)
 
     @property
     def shown(self) -> str:
@@ -140,6 +190,16 @@ def meant(address: str) -> str:
     return address.removeprefix(MODEL) if re.match(r"\(model\)(?:$|[/#:])", address) else address
 
 
+# Not \d, which knows the digits of other scripts too. DOTALL: a module's name may hold a line break. One colon at most:
+# that of a port comes after it ("relu#1::input"), and "relu#1:input" has no other reading, for no port is a number.
+_CALL = re.compile(r"(.*)#(-?[0-9]{1,9}|(?=:?-?[0-9])(?:-?[0-9]{1,9})?:(?:-?[0-9]{1,9})?)", re.DOTALL)
+
+
+def _which(text: str) -> int | Calls:
+    start, colon, stop = text.partition(":")
+    return Calls(*(int(end) if end else None for end in (start, stop))) if colon else int(start)
+
+
 def parse(address: str, known: Collection[str] = ()) -> Site:
     """Read an address.
 
@@ -148,6 +208,8 @@ def parse(address: str, known: Collection[str] = ()) -> Site:
 
     >>> parse("blocks.3.attn/softmax#2:input").parts
     ('blocks.3.attn', 'softmax', 2, 'input')
+    >>> parse("relu#1::input").parts
+    ('relu', None, Calls(start=1, stop=None), 'input')
     """
     options = list(readings(address))
     return next((site for site in options if site.path in known), options[-1])
@@ -164,10 +226,9 @@ def readings(address: str) -> Iterator[Site]:
         rest = head
         port, _, leaf = tail.partition(".")
         yield Site(rest, port=port, leaf=leaf)
-    call: int | None = None
-    # Not \d, which knows the digits of other scripts too. DOTALL: a module's name may hold a line break.
-    if match := re.fullmatch(r"(.*)#([0-9]{1,9})", rest, re.DOTALL):
-        rest, call = match[1], int(match[2])
+    call: Which = None
+    if match := _CALL.fullmatch(rest):
+        rest, call = match[1], _which(match[2])
         yield Site(rest, call=call, port=port, leaf=leaf)
     head, slash, op = rest.rpartition("/")
     if slash and op:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchhook._recording import records, saving
-from torchhook._recording.address import Site, meant, readings
+from torchhook._recording.address import Calls, Site, meant, readings
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook.errors import MissingRecordError, RecordingFileError
@@ -40,14 +40,15 @@ def recording(arrays: Mapping[str, Any], name: str = "", known: Collection[str] 
         if not isinstance(key, str):
             raise TypeError(f"arrays are named by addresses, found the key {key!r} ({type(key).__name__}).")
         site = _site(key, known)
-        made.opened(site).append((site.call or 0, next(made.order), _values(key, value)))
+        made.opened(site).append((site.first_call, next(made.order), _values(key, value)))
     return made
 
 
 def _site(key: str, known: Collection[str]) -> Site:
     # A name that is no address here ("/layer1/Conv_output_0", as exporters write them) stays whole, so that names= can
     # lead to it.
-    return next((site for site in readings(key) if site.path in known), Site(meant(key)))
+    named = (site for site in readings(key) if site.path in known and not isinstance(site.call, Calls))
+    return next(named, Site(meant(key)))
 
 
 def read(path: str | os.PathLike[str], known: Collection[str] = ()) -> Recording:

@@ -185,7 +185,7 @@ def compare(
             # Left out on both sides: B's site of this name is not to be listed as its own.
             seen.add((record.site, record.call))
             continue
-        site, call = _canonical(b, wanted), wanted.call or 0
+        site, call = _canonical(b, wanted), wanted.first_call
         other = found.get((site, call))
         if other is None:
             row = Row(_address(a, record), str(wanted.every_call), "only in A", dtype=record.dtype)

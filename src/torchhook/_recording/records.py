@@ -2,74 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchhook._recording import saving, tensor_codecs
-from torchhook._recording.address import Site, readings, shown
+from torchhook._recording import joining, saving
+from torchhook._recording.address import Site, Which, readings, shown
+from torchhook._recording.rows import Record as Record
+from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
+from torchhook._recording.rows import Rows as Rows
+from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
 from torchhook._values import tree
 from torchhook._values.loaded import Opaque
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """One kept value: where and when it passed, and the value."""
-
-    site: Site
-    call: int
-    order: int
-    """Its place in the order in which the session kept values."""
-    value: Any
-
-    @property
-    def shape(self) -> str:
-        return tree.describe(self.value)
-
-    @property
-    def dtype(self) -> str:
-        return _common(str(t.dtype).removeprefix("torch.") for t in tree.tensors(self.value))
-
-    @property
-    def device(self) -> str:
-        return _common(str(t.device) for t in tree.tensors(self.value))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(t) for t in tree.tensors(self.value))
-
-
-def _common(texts: Iterator[str]) -> str:
-    return "/".join(dict.fromkeys(texts)) or "-"
-
-
-def _nbytes(tensor: Tensor) -> int:
-    if tensor.layout == torch.strided and not tensor.is_nested:
-        return tensor.nbytes
-    # Sparse tensors have no nbytes, or those of a dense one.
-    return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
-
-
-Row = tuple[int, int, Any]
-"""Call index, place in the order of the session, value."""
-
-
-Rows = list[Row] | deque[Row]
-"""The records of one site; with a limit, a ring buffer of the newest."""
-
-
-def _in_order(rows: Rows) -> list[Row]:
-    # A copy: other threads may append meanwhile. Sorted: gradients come in from the last call to the first.
-    return sorted(rows.copy(), key=lambda row: row[:2])
 
 
 class Recording:
@@ -92,6 +43,8 @@ class Recording:
         self.stopped = ""
         """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
         self.order: count[int] = count()
+        self.passes = Passes()
+        """The calls of the model in which something was generated."""
         self._rows: dict[Site, Rows] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.
         self._aliases: set[tuple[str, str]] = set()
@@ -112,16 +65,24 @@ class Recording:
 
     # -- filling ------------------------------------------------------------------------------
 
-    def opened(self, site: Site, limit: int | None = None) -> Rows:
-        """The rows of a site, to be appended to; made on the first request."""
+    def opened(self, site: Site, limit: int | None = None, calls: Sequence[Site] = ()) -> Rows:
+        """The rows of a site, to be appended to; made on the first request, for the ``calls`` of it that are named."""
         if site.call is not None:
             site = site.every_call
         rows = self._rows.get(site)
         if rows is None:
-            if limit is not None and (not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
-            rows = self._rows[site] = [] if limit is None else deque(maxlen=limit)
+            rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
         return rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is to be recorded."""
+        return bool(self._rows)
+
+    def trim_passes(self) -> None:
+        """Forget the passes of which nothing is left."""
+        orders = (row[1] for rows in self._rows.values() for row in rows.copy())
+        self.passes.forget_before(min(orders, default=0))
 
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""
@@ -158,6 +119,11 @@ class Recording:
             return rows[0][2]
         if len(rows) > 1:
             wanted = rows[0][0]
+            if rows[-1][0] != wanted:
+                raise AmbiguousCallError(
+                    f"{str(site.but(call=call))!r} has {len(rows)} records, and rec[…] is one value: take "
+                    f"rec.all({str(site.but(call=call))!r}) or rec.cat({str(site.but(call=call))!r})."
+                )
             raise AmbiguousCallError(
                 f"call {wanted} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
                 f"take rec.all({str(site.but(call=wanted))!r})."
@@ -169,34 +135,41 @@ class Recording:
         site, call = self._find(key)
         return [row[2] for row in self._calls(site, call)]
 
-    def cat(self, key: str | Site) -> Any:
-        """The values of a site concatenated over calls on dim 0, leaf by leaf."""
-        values = self.all(key)
-        columns = [list(tree.tensors(value)) for value in values]
-        if len(values) > 1 and not columns[0]:
-            raise ValueError(f"{key!s}: there are no tensors to concatenate; use rec.all({str(key)!r}).")
-        if len({len(column) for column in columns}) > 1:
-            raise ValueError(f"{key!s}: the calls have different numbers of tensors; use rec.all({str(key)!r}).")
-        try:
-            joined = [torch.cat(parts) for parts in zip(*columns, strict=True)]
-        except RuntimeError as error:
-            shapes = ", ".join(tree.describe(value) for value in values[:4])
-            raise ValueError(f"{key!s}: cannot concatenate {shapes} on dim 0; use rec.all({str(key)!r}).") from error
-        return tree.with_tensors(values[0], joined)
+    def cat(self, key: str | Site, dim: int = 0, *, beams: Tensor | None = None) -> Any:
+        """The values of a site concatenated over calls, leaf by leaf: batches on dim 0, a generation on dim 1.
+
+        Args:
+            key: The site, or some of its calls (``"h.3#1:"``).
+            dim: Where to join them. The calls of a generation are joined on that of their tokens, by position: where a
+                token was computed again, the last value counts.
+            beams: The ``beam_indices`` that a beam search returns: the rows are then those of its sequences, with zeros
+                after the end of one.
+        """
+        site, call = self._find(key)
+        found = [(row[0], row[2], self._pass(site, row)) for row in self._calls(site, call)]
+        return joining.join(str(key), site, found, dim, beams)
 
     def records(self, key: str | Site | None = None) -> list[Record]:
         """The records of one site, or of all of them in the order in which they were kept."""
         if key is not None:
             site, call = self._find(key)
-            return [Record(site, *row) for row in self._calls(site, call)]
+            return [self._record(site, row) for row in self._calls(site, call)]
         self.wait()
-        every = [Record(site, *row) for site, rows in self._rows.items() for row in _in_order(rows)]
+        every = [self._record(site, row) for site, rows in self._rows.items() for row in in_order(rows)]
         return sorted(every, key=lambda record: record.order)
+
+    def _pass(self, site: Site, row: Row) -> Pass | None:
+        # A gradient comes in when its forward pass is long over.
+        return None if not len(self.passes) or site.port.startswith("grad") else self.passes.of(row[1])
+
+    def _record(self, site: Site, row: Row) -> Record:
+        passed = self._pass(site, row)
+        return Record(site, *row) if passed is None else Record(site, *row, passed.step, passed.position)
 
     @property
     def sites(self) -> list[Site]:
         """The sites that have records, in the order in which they first ran."""
-        first = {site: _in_order(rows)[0][1] for site, rows in self._rows.items() if rows}
+        first = {site: in_order(rows)[0][1] for site, rows in self._rows.items() if has_rows(rows)}
         return sorted(first, key=first.__getitem__)
 
     def keys(self) -> list[str]:
@@ -218,7 +191,7 @@ class Recording:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return sum(1 for rows in self._rows.values() if rows)
+        return sum(1 for rows in self._rows.values() if has_rows(rows))
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -226,8 +199,8 @@ class Recording:
         except (KeyError, TypeError):
             return False
 
-    def _find(self, key: str | Site | tuple[str | Site, int]) -> tuple[Site, int | None]:
-        call: int | None = None
+    def _find(self, key: str | Site | tuple[str | Site, int]) -> tuple[Site, Which]:
+        call: Which = None
         if isinstance(key, tuple):
             if len(key) != 2:
                 raise TypeError(f"rec[site, call] takes two parts, found {len(key)}.")
@@ -255,22 +228,18 @@ class Recording:
         here = (site.but(path=path) for name, path in self._aliases if name == site.path)
         return next((known for known in here if known in self._rows), site)
 
-    def _calls(self, site: Site, call: int | None) -> list[Row]:
-        """The rows of one call, or of all of them."""
+    def _calls(self, site: Site, call: Which) -> list[Row]:
+        """The rows of one call, of some, or of all of them."""
         rows = self._read(site, call)
-        if call is None:
-            return rows
-        calls = [row[0] for row in rows]
-        wanted = calls[call] if -len(calls) <= call < 0 else call
-        if wanted not in calls:
-            raise MissingRecordError(
-                f"{str(site)!r} has no record of call {call}; kept are calls {', '.join(map(str, calls))}."
-            )
-        return [row for row in rows if row[0] == wanted]
+        if not (found := chosen(rows, call, ran(self._rows.get(site)))):
+            calls = ", ".join(map(str, dict.fromkeys(row[0] for row in rows)))
+            what = f"call {call}" if isinstance(call, int) else f"calls {call}"
+            raise MissingRecordError(f"{str(site)!r} has no record of {what}; kept are calls {calls}.")
+        return found
 
-    def _read(self, site: Site, call: int | None = None) -> list[Row]:
+    def _read(self, site: Site, call: Which = None) -> list[Row]:
         self.wait()
-        if rows := _in_order(self._rows.get(site, [])):
+        if rows := in_order(self._rows.get(site, [])):
             return rows
         address = str(site if call is None else site.but(call=call))
         if address not in self.missing:
@@ -295,7 +264,8 @@ class Recording:
             shapes = list(dict.fromkeys(record.shape for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
-            rows.append([site.shown, str(len(records)), shape, last.dtype, last.device, size(nbytes)])
+            generated = _generated(records) if self.passes else []
+            rows.append([site.shown, str(len(records)), *generated, shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
         title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
         notes = [f"not recorded, in other threads: {shown(s)} ({_times(n)})" for s, n in self.elsewhere.items()]
@@ -304,7 +274,8 @@ class Recording:
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
         notes += [self.stopped] if self.stopped else []
-        return Table(title, ["site", ">calls", "shape", "dtype", "device", ">size"], rows, notes)
+        of_steps = [">steps", ">positions"] if self.passes else []
+        return Table(title, ["site", ">calls", *of_steps, "shape", "dtype", "device", ">size"], rows, notes)
 
     def _unsaved(self) -> dict[str, list[Site]]:
         """What a file could not hold, by its type, and the sites that it was part of."""
@@ -324,28 +295,60 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the recording as one safetensors file: the tensors by their sites, the rest as JSON in its metadata."""
+        return saving.save(path, *self.plain())
+
+    def plain(self) -> tuple[list[Any], dict[str, Any], list[str]]:
+        """What a file holds: the values, what JSON can say of them, and a name for each."""
         records = self.records()
+        windows = [[_plain(site), rows.ran] for site, rows in self._rows.items() if isinstance(rows, Window)]
+        passed = [self._pass(record.site, (record.call, record.order, None)) for record in records]
+        several = Counter(record.site for record in records)
         self._find_other_names()
-        return saving.save(
-            path,
-            [record.value for record in records],
-            {
-                "model": self.model_name,
-                "records": [[_plain(record.site), record.call] for record in records],
-                # Sorted, as the order of a set changes from run to run: the same recording gives the same file.
-                "aliases": sorted(self._aliases),
-                "missing": self.missing,
-                "elsewhere": self.elsewhere,
-                "recomputed": self.recomputed,
-                "stopped": self.stopped,
-            },
-            [_name(record, len(self._rows[record.site])) for record in records],
-        )
+        about = {
+            "model": self.model_name,
+            "records": [[_plain(record.site), record.call] for record in records],
+            # Sorted, as the order of a set changes from run to run: the same recording gives the same file.
+            "aliases": sorted(self._aliases),
+            "missing": self.missing,
+            "elsewhere": self.elsewhere,
+            "recomputed": self.recomputed,
+            "stopped": self.stopped,
+            # Where there are any: a file of one forward pass has no more than it had.
+            **({"windows": windows} if windows else {}),
+            **({"steps": self.passes.plain(passed)} if self.passes else {}),
+        }
+        names = [_name(record, several[record.site]) for record in records]
+        return [record.value for record in records], about, names
+
+    @classmethod
+    def of_plain(cls, values: Iterable[Any], about: dict[str, Any]) -> Recording:
+        """The other way round."""
+        recording = cls()
+        recording.model_name = about["model"]
+        recording._aliases = {(name, path) for name, path in about["aliases"]}
+        recording.missing = dict(about["missing"])
+        recording.elsewhere = dict(about["elsewhere"])
+        recording.recomputed = dict(about["recomputed"])
+        recording.stopped = about.get("stopped", "")  # older files do not say
+        for (place, op, port), calls in about.get("windows", ()):
+            recording._rows[_site(place, op, port)] = Window([None], ran=calls)
+        for ((place, op, port), call), value in zip(about["records"], values, strict=True):
+            # They were saved in their order, and are counted anew.
+            recording.opened(_site(place, op, port)).append((call, next(recording.order), value))
+        recording.passes.read(**about.get("steps", {"passes": [], "runs": []}))  # older files have none
+        return recording
 
 
 def _name(record: Record, records: int) -> str:
     """What other readers of the file find its tensors by: the address, with the call where there are several."""
     return record.site.shown if records == 1 else record.site.but(call=record.call).shown
+
+
+def _generated(records: list[Record]) -> list[str]:
+    """The steps of a site and the positions that they begin at, for a table."""
+    steps = [record.step for record in records if record.step is not None]
+    positions = [record.position for record in records if record.position is not None]
+    return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
 
 def _times(number: int) -> str:
@@ -367,12 +370,13 @@ def _listed(sites: list[Site]) -> str:
 def _plain(site: Site) -> list[Any]:
     # Its parts, not its text: a module's name may look like an address. A standard name needs no model to be read by.
     if site.role:
-        return [
-            site.role,
-            None,
-            "grad" if site.port == "grad_input" else site.port if "grad" in site.port else "output",
-        ]
+        return [site.role, None, str(site.every_call).removeprefix(site.role).removeprefix(":") or "output"]
     return [site.path, site.op, f"{site.port}.{site.leaf}" if site.leaf else site.port]
+
+
+def _site(path: str, op: str | None, port: str) -> Site:
+    port, _, leaf = port.partition(".")
+    return Site(path, op, None, port, leaf)
 
 
 def load(path: str | os.PathLike[str]) -> Recording:
@@ -382,16 +386,5 @@ def load(path: str | os.PathLike[str]) -> Recording:
     cannot hold as an ``Opaque`` that names it.
     """
     values, about = saving.load(path)
-    recording = Recording()
     with saving.understood(path):
-        recording.model_name = about["model"]
-        recording._aliases = {(name, path) for name, path in about["aliases"]}
-        recording.missing = dict(about["missing"])
-        recording.elsewhere = dict(about["elsewhere"])
-        recording.recomputed = dict(about["recomputed"])
-        recording.stopped = about.get("stopped", "")  # older files do not say
-        for ((place, op, port), call), value in zip(about["records"], values, strict=True):
-            # They were saved in their order, and are counted anew.
-            port, _, leaf = port.partition(".")
-            recording.opened(Site(place, op, None, port, leaf)).append((call, next(recording.order), value))
-    return recording
+        return Recording.of_plain(values, about)

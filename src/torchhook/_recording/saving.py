@@ -48,7 +48,7 @@ def _numbers(values: Sequence[Any]) -> list[str]:
     return [str(number) for number in range(len(values))]
 
 
-def named(path: str | os.PathLike[str]) -> Path:
+def named(path: str | os.PathLike[str], what: str = "a recording is", opener: str = "th.load") -> Path:
     """The path, unless its ending belongs to another format: who reads such a file would be told that it is broken.
 
     >>> named("run.safetensors").suffix
@@ -57,8 +57,8 @@ def named(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if path.suffix.lower() in _OTHER_FORMATS:
         raise ValueError(
-            f"{path.name}: a recording is written as safetensors, and {path.suffix} is read as another format. Save it "
-            f"as {path.with_suffix('.safetensors').name!r}; th.load opens it, and so does every reader of safetensors."
+            f"{path.name}: {what} written as safetensors, and {path.suffix} is read as another format. Save it as "
+            f"{path.with_suffix('.safetensors').name!r}; {opener} opens it, and so does every reader of safetensors."
         )
     return path
 
@@ -75,14 +75,18 @@ def load(path: str | os.PathLike[str]) -> tuple[list[Any], dict[str, Any]]:
     if metadata.get("format") != FORMAT:
         raise RecordingFileError(f"{path} is not a torchhook recording: its format is {metadata.get('format')!r}.")
     with understood(path):
-        version = int(metadata["version"])
-        if version > VERSION:
-            raise RecordingFileError(
-                f"{path} has format version {version}; this torchhook ({__version__}) reads up to {VERSION}: "
-                "install a newer one from its repository."
-            )
+        refuse_unknown(path, int(metadata["version"]), VERSION)
         document = json.loads(metadata["recording"])
         return Reader((*TENSORS, *VALUES), tensors).several(document["values"]), document["about"]
+
+
+def refuse_unknown(path: str | os.PathLike[str], version: int, known: int) -> None:
+    """Refuse a file of a version that is not known."""
+    if not 1 <= version <= known:
+        raise RecordingFileError(
+            f"{path} has format version {version}; this torchhook ({__version__}) reads up to {known}: "
+            "install a newer one from its repository."
+        )
 
 
 @contextlib.contextmanager

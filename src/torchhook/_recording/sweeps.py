@@ -32,11 +32,14 @@ class Sweep:
         corrupted: float,
         notes: Sequence[str] = (),
         estimate: str | None = None,
+        over: str = "position",
     ) -> None:
         self.values = values
         self.sites: list[str] = list(sites)
         self.positions: list[int] | None = None if positions is None else list(positions)
         """The index on the swept dimension of each column; ``None`` where the whole value was patched."""
+        self.over = over
+        """What the columns are: ``"position"`` or ``"head"``."""
         self.clean = clean
         self.corrupted = corrupted
         self.notes: list[str] = list(notes)
@@ -69,7 +72,7 @@ class Sweep:
             return row
         if self.positions is None or position not in self.positions:
             there = "the whole value was patched" if self.positions is None else f"there are {self.positions}"
-            raise MissingRecordError(f"no position {position!r} in this sweep: {there}.")
+            raise MissingRecordError(f"no {self.over} {position!r} in this sweep: {there}.")
         return row[self.positions.index(position)]
 
     def data(self) -> dict[str, list[Any]]:
@@ -78,7 +81,7 @@ class Sweep:
         pairs = [(site, position) for site in self.sites for position in positions]
         return {
             "site": [site for site, _ in pairs],
-            "position": [position for _, position in pairs],
+            self.over: [position for _, position in pairs],
             "value": self.values.flatten().tolist(),
             "normalized": self.normalized.flatten().tolist(),
         }
@@ -96,13 +99,14 @@ class Sweep:
         if len(columns) > _WIDE:
             effect = (self.values - self.corrupted).abs().nan_to_num(0.0).amax(dim=0)
             columns = sorted(effect.topk(_WIDE).indices.tolist())
-            notes.append(f"{_WIDE} of {len(labels)} positions shown: those where a patch does most")
+            notes.append(f"{_WIDE} of {len(labels)} {self.over}s shown: those where a patch does most")
         cells = numbers.tolist()
         rows = [[shown(site), *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
+        by = " by head" if self.over == "head" else ""
         kind = "0 is corrupted, 1 is clean" if scaled else "the metric itself"
         sites = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
         how = f", estimated by {self.estimate}" if self.estimate else ""
-        title = f"Sweep of {sites}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
+        title = f"Sweep of {sites}{by}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
         return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)
 
     def __repr__(self) -> str:

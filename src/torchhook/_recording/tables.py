@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _STYLE = (
     "border-collapse:collapse;font-family:ui-monospace,SFMono-Regular,Menlo,monospace;font-size:12px;line-height:1.5"
@@ -15,6 +16,8 @@ _WIDEST = 96  # a name of six levels fits; what a value holds, or a sentence, ma
 
 class Table:
     """A title, columns and rows of text. Columns whose title starts with ``>`` are set right, long cells are cut.
+
+    Without a title for any column there is no head.
 
     >>> print(Table("Sizes", ["name", ">size"], [["a", "1"], ["b", "20"]]))
     Sizes
@@ -43,7 +46,8 @@ class Table:
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         head = [self.title] if self.title else []
-        return "\n".join([*head, line(cells[0]), rule, *map(line, cells[1:]), *self.notes])
+        columns = [line(cells[0]), rule] if any(self.columns) else []
+        return "\n".join([*head, *columns, *map(line, cells[1:]), *self.notes])
 
     def _repr_html_(self) -> str:
         # white-space:pre, since HTML drops the blanks that layers are indented with.
@@ -56,13 +60,31 @@ class Table:
                 for cell, right in zip(row, self.right, strict=True)
             )
 
+        head = f"<thead><tr>{cells(self.columns, 'th')}</tr></thead>" if any(self.columns) else ""
         body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in self.rows)
+        table = f'<table style="{_STYLE}">{head}<tbody>{body}</tbody></table>' if head or body else ""
         notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
         return (
             f'<div class="torchhook" style="overflow-x:auto"><div><b>{html.escape(self.title)}</b></div>'
-            f'<table style="{_STYLE}"><thead><tr>{cells(self.columns, "th")}</tr></thead>'
-            f"<tbody>{body}</tbody></table>{notes}</div>"
+            f"{table}{notes}</div>"
         )
+
+
+def facts(title: str, told: Mapping[str, object], notes: Iterable[str] = ()) -> Table:
+    """What there is to say of one thing, a line each.
+
+    >>> print(facts("Clip", {"limit": 0.5, "state": "open"}))
+    Clip
+    limit  0.5
+    state  open
+    """
+    return Table(title, ["", ""], [[name, str(value)] for name, value in told.items()], notes)
+
+
+def picture(png: bytes, text: str) -> str:
+    """A picture beside a table, as HTML that needs no file; ``text`` is for those who cannot see it."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<img class="torchhook" src="{source}" alt="{html.escape(text)}" style="max-width:100%">'
 
 
 def capped(text: str, width: int = _WIDEST) -> str:
@@ -75,6 +97,15 @@ def capped(text: str, width: int = _WIDEST) -> str:
         return text
     end = (width - 1) // 2 - (width - 1) // 12
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number of things in words.
+
+    >>> counted(1, "site"), counted(1200, "site"), counted(0, "class", "classes")
+    ('1 site', '1,200 sites', '0 classes')
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def count(number: float, precision: int = 2) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._report.collect import collect
+from torchhook._report.page_path import PagePath
 from torchhook._report.render import render
-from torchhook._report.score import Labels
-from torchhook._values.targets import Goal
+from torchhook._values.targets import Goal, Labels
 from torchhook.errors import require
+
+__all__ = ["PagePath", "report"]
 
 
 def report(
@@ -33,8 +34,8 @@ def report(
     cam_layer: Selector | None = None,
     train: bool = False,
     repeats: int = 3,
-) -> Path:
-    """Write one self-contained HTML page about one run of a model, and return its path.
+) -> PagePath:
+    """Write one self-contained HTML page about one run of a model, and return its path; a notebook shows the page.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +55,8 @@ def report(
             token; the mean square of an output without classes.
         image: A picture to show in place of the input: whatever ``th.plot.overlay`` takes.
         tokens: The input's tokens as text.
-        labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config.
+        labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config, or,
+            for a trained model of torchvision's with as many classes as its own weights, the names of these.
         title: The title of the page; the model's class if left out.
         gradients: Whether to take gradients of the target's score.
         attention: Whether to show attention maps.
@@ -81,7 +83,7 @@ def report(
         train=train,
         repeats=repeats,
     )
-    path = Path(out)
+    path = PagePath(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(page), encoding="utf-8")
     return path

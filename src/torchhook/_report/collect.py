@@ -16,20 +16,19 @@ from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.offload import loaded
 from torchhook._core.select import Selector
-from torchhook._layers.api import seconds
+from torchhook._layers.api import seconds, untrained
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
 from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
-from torchhook._report.score import Labels, Score, known_labels, likely, name_of, next_token
-from torchhook._report.untrained import untrained
+from torchhook._report.score import Score, likely, next_token
 from torchhook._values import tree
 from torchhook._values.elements import dtype_name
 from torchhook._values.moments import rms
 from torchhook._values.subclasses import is_part
-from torchhook._values.targets import Goal, is_function
+from torchhook._values.targets import Goal, Labels, is_function, known_labels, name_of, torchvision_labels
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
 from torchhook.errors import NoAttentionError
@@ -73,8 +72,8 @@ def collect(
     layers, numbers_of = _layers(index)
     view = View(len(layers), shown.image_tensor(given) is not None)
     view.reads = shown.reads(given)
-    labels = known_labels(index.modules[""]) if labels is None else labels
     notes: list[str] = []
+    banner = untrained(index)
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
         notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
@@ -85,6 +84,7 @@ def collect(
         again()
         output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
         again()
+        labels = _class_names(index.modules[""], output, banner, notes) if labels is None else labels
         if attention:
             _attention(model, given, index, layers, numbers_of, view, notes)
         again()
@@ -118,10 +118,20 @@ def collect(
         tokens=_tokens(given, tokens, picture, sums),
         classes=likely(output, labels),
         choices=f"the most likely {'next tokens' if word == 'token' else 'classes'}",
-        banner=untrained(index),
+        banner=banner,
         times=_times(layers, plain, times),
         notes=notes,
     )
+
+
+def _class_names(model: nn.Module, output: Any, untrained: str, notes: list[str]) -> Labels | None:
+    """What the classes are called, as far as that is known; the classes of random weights mean nothing."""
+    found = known_labels(model)
+    if found is None and not untrained:
+        found = torchvision_labels(model, output)
+        if found is not None:
+            notes.append("Class names are those of torchvision's own weights for this model: labels= says others.")
+    return found
 
 
 def _note_parts(view: View, index: Index, notes: list[str]) -> None:
@@ -274,5 +284,8 @@ def _about(model: nn.Module, layers: list[Layer], plain: float, train: bool) -> 
         ("device", ", ".join(devices) or "cpu"),
         ("dtype", ", ".join(dtypes) or "-"),
         ("made", f"{datetime.datetime.now():%Y-%m-%d %H:%M}"),
-        ("with", f"torchhook {__version__}, torch {torch.__version__.partition('+')[0]}, {platform.python_version()}"),
+        (
+            "with",
+            f"torchhook {__version__}, torch {torch.__version__.partition('+')[0]}, Python {platform.python_version()}",
+        ),
     ]

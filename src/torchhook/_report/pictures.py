@@ -80,13 +80,15 @@ def feature_maps(value: Tensor, layout: Layout | None, number: int, side: int, t
     finite = maps.nan_to_num(0.0, 0.0, 0.0)
     # Stable, for dead channels are all alike: the same page each time.
     order = finite.flatten(1).std(1, correction=0).argsort(descending=True, stable=True)[:number]
-    mean = torch.where(maps.isfinite(), maps, torch.nan).nanmean(0, keepdim=True)
-    chosen = torch.cat([mean, maps[order]])
-    labels = ["mean", *(f"channel {int(i)}" for i in order)]
+    # Not their mean: before an activation, signs cancel in it, and of deep layers noise is left. Where no channel is
+    # finite there is nothing to show either.
+    norm = finite.norm(dim=0, keepdim=True).where(maps.isfinite().any(0, keepdim=True), torch.nan)
+    chosen = torch.cat([norm if len(maps) > 1 else maps, maps[order]])
+    labels = ["norm", *(f"channel {int(i)}" for i in order)]
     which = (
         f"the {len(order)} of {len(maps)} channels" if len(order) < len(maps) else f"all {len(maps)} channels, those"
     )
-    what = f"mean and {which} that vary most{' first' if len(order) == len(maps) else ''}"
+    what = f"norm and {which} that vary most{' first' if len(order) == len(maps) else ''}"
     return sprite(chosen, labels, what if len(maps) > 1 else "the only channel", side)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook._values import tree
 from torchhook._values.subclasses import local
-from torchhook._values.targets import Goal, ask, class_scores, classes, is_function, logits, pick
-
-Labels: TypeAlias = "Sequence[str] | Mapping[int, str]"
-"""The names of the classes, by their numbers."""
+from torchhook._values.targets import (
+    Goal,
+    Labels,
+    ask,
+    class_scores,
+    classes,
+    is_function,
+    logits,
+    name_of,
+    pick,
+)
 
 
 class Score(NamedTuple):
@@ -79,20 +85,3 @@ def likely(output: Any, names: Labels | None, number: int = 5) -> list[tuple[str
     shares, top = local(found[0].detach()).float().softmax(-1).topk(min(number, found.shape[-1]))
     word = "token" if next_token(output) else "class"
     return [(name_of(c, names, word), p) for c, p in zip(top.tolist(), shares.tolist(), strict=True)]
-
-
-def name_of(label: int, names: Labels | None, word: str = "class") -> str:
-    if isinstance(names, Mapping):
-        found = names.get(label)
-    else:
-        found = None if names is None or label >= len(names) else names[label]
-    return f"{word} {label}" if found is None else f"{found} ({label})"
-
-
-def known_labels(model: nn.Module) -> Labels | None:
-    """The names of the classes that a model of transformers has in its config, where they are more than numbers."""
-    found = getattr(getattr(model, "config", None), "id2label", None)
-    if not isinstance(found, Mapping) or not all(isinstance(key, int) for key in found):
-        return None
-    # What the config makes up when nobody named the classes.
-    return None if all(str(name) == f"LABEL_{key}" for key, name in found.items()) else dict(found)

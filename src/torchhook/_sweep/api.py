@@ -17,7 +17,7 @@ from torchhook._core.session import Session
 from torchhook._recording.sweeps import Sweep, nothing_between
 from torchhook._sweep.estimate import Task
 from torchhook._sweep.estimate import estimate as estimated
-from torchhook._sweep.places import Along, columns, patchable, patches, places
+from torchhook._sweep.places import along, by_head, columns, patchable, patches, places
 from torchhook._sweep.running import Metric, Runner, all_patches, number
 from torchhook.errors import warn
 
@@ -31,6 +31,8 @@ def sweep(
     sites: Selector,
     positions: Sequence[int] | None = None,
     dim: int | None = 1,
+    over: Literal["position", "head"] = "position",
+    heads: tuple[int, int] | None = None,
     leaf: str | None = None,
     through: Selector | None = None,
     estimate: Literal["gradient"] | None = None,
@@ -51,6 +53,10 @@ def sweep(
     arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)`` for both, or else the one argument. ``leaf``
     names the tensor where a site's value has several. A site that runs more than once has a row for each call.
 
+    ``over="head"`` patches one attention head at a time instead: in the values of operations, in the output of the
+    projections that make heads and in the input of the one that joins them; ``positions`` are then numbers of heads.
+    Where they lie is found from what the modules around say of themselves, or named by ``heads=(dim, count)``.
+
     ``through`` lets a patch act by way of these sites alone: they are set to what they become when it is made, and
     everything else stays as it is in the corrupted run.
 
@@ -70,18 +76,21 @@ def sweep(
         raise ValueError(f"estimate={estimate!r}: use 'gradient', or leave it out to run every patch.")
     if steps < 1 or (estimate is None and steps != 1):
         raise ValueError(f"steps={steps}: a number of gradients, at least 1, for estimate='gradient'.")
+    if over not in ("position", "head") or (heads is not None and over != "head"):
+        raise ValueError(f"over={over!r}: use 'position', or 'head', which heads= says more of.")
     index = Index(model)
     targets = [patchable(target) for target in resolve(index, sites)]
     receivers = [] if through is None else [patchable(target) for target in resolve(index, through)]
     before, after = calling.arguments(clean), calling.arguments(corrupted)
-    cut = None if dim is None else Along(dim)
+    way = by_head(index, heads) if over == "head" else None if dim is None else along(dim)
+    what = None if way is None else over
     with torch.no_grad(), calling.undisturbed(model) as restore:
         session = Session(model, index=index, warn=False)
         session.record(targets, Keep())
         with session as recording:
             clean_value = number(metric, calling.call(model, before))
-        found = [place for target in targets for place in places(target, recording, leaf, cut)]
-        at = columns(found, positions, dim)
+        found = [place for target in targets for place in places(target, recording, leaf, way)]
+        at = columns(found, positions, f"dim {dim}" if what == "position" else what)
         cells = patches(found, at)
         if estimate is not None:
             task = Task(model, index, before, after, metric, found, receivers, restore)
@@ -99,4 +108,4 @@ def sweep(
     for patch, value in zip(cells, results, strict=True):
         values[patch.row, patch.column] = value
     names = [str(place.target.site) for place in found]
-    return Sweep(values, names, None if dim is None else at, clean_value, corrupted_value, notes, estimate)
+    return Sweep(values, names, None if what is None else at, clean_value, corrupted_value, notes, estimate, over)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from torchhook._core.heads import known_heads
+from torchhook._core.index import Index
 from torchhook._core.select import Target
+from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.heads import HeadAxis, NoPart, head_axis
 from torchhook.errors import EditError, SelectorError, suggestion
 
 
@@ -47,6 +51,23 @@ class Along(NamedTuple):
         return tensor.select(self.dim, position)
 
 
+class Heads(NamedTuple):
+    """A part for each head: in a dim of their own, or side by side in one that they share."""
+
+    axis: HeadAxis
+
+    def length(self, tensor: Tensor) -> int:
+        return self.axis.heads
+
+    def part(self, tensor: Tensor, position: int) -> Tensor:
+        dim, heads, groups, joined = self.axis
+        if not joined:
+            return tensor.select(dim, position)
+        # Splitting a dim is always a view.
+        split: Tensor = tensor.unflatten(dim, (groups, heads, -1))
+        return split.select(dim + 1, position)
+
+
 class Place(NamedTuple):
     """One call of one site: the leaves to patch there, what they were in the clean run, and how they are cut."""
 
@@ -77,45 +98,88 @@ def patchable(target: Target) -> Target:
     return target
 
 
-def places(target: Target, recording: Recording, leaf: str | None, cut: Along | None) -> list[Place]:
-    """A place for each call that the clean run made of a site."""
+Way = Callable[[Target, Tensor], Cut]
+"""How the tensor that passes a target is cut; the error says why, where it cannot be."""
+
+
+def along(dim: int) -> Way:
+    """By the indices of a dim."""
+
+    def cut(target: Target, tensor: Tensor) -> Cut:
+        if -tensor.dim() <= dim < tensor.dim():
+            return Along(dim)
+        raise EditError(
+            f"{target.site}: dim={dim} was asked for, and the value is {tree.describe(tensor)}. Use dim=None."
+        )
+
+    return cut
+
+
+def by_head(index: Index, named: tuple[int, int] | None) -> Way:
+    """By heads, where the modules around say that they are, or where ``named``, a dim and how many."""
+
+    def cut(target: Target, tensor: Tensor) -> Cut:
+        if named is not None:
+            return Heads(_named_axis(target, tensor, *named))
+        try:
+            return Heads(head_axis(tensor.shape, known_heads(index, target)))
+        except NoPart as why:
+            text = str(why).partition(" Name the dim:")[0]
+            raise EditError(
+                f"{target.site}: {text} Name the dim and the number of heads: heads=(dim, count)."
+            ) from None
+
+    return cut
+
+
+def _named_axis(target: Target, tensor: Tensor, dim: int, count: int) -> HeadAxis:
+    if not -tensor.dim() <= dim < tensor.dim() or count < 1 or tensor.shape[dim] % count:
+        raise EditError(
+            f"{target.site}: heads=({dim}, {count}) was asked for, and the value is {tree.describe(tensor)}: give a "
+            "dim that it has, and how many heads lie in it."
+        )
+    dim = dim % tensor.dim()
+    return HeadAxis(dim, count, joined=tensor.shape[dim] != count)
+
+
+def places(target: Target, recording: Recording, leaf: str | None, way: Way | None) -> list[Place]:
+    """A place for each call that the clean run made of a site, cut in that way or not at all."""
     site = target.site
     records = recording.records(site)
-    if site.call is not None:
-        records = [record for record in records if record.call == site.call]
     several = len(records) > 1 or site.call is not None
-    return [
-        Place(
-            target._replace(site=site.but(call=record.call if several else None)),
-            _leaves(record.value, str(site), leaf, cut),
-            cut or Whole(),
-        )
-        for record in records
-    ]
-
-
-def _leaves(value: Any, site: str, leaf: str | None, cut: Along | None) -> dict[str, Tensor]:
-    found = {address: part for address, part in tree.leaves(value) if isinstance(part, Tensor)}
-    if leaf is not None:
-        if leaf not in found:
-            raise EditError(f"{site}: no tensor at leaf={leaf!r}. {suggestion(leaf, found)}")
-        found = {leaf: found[leaf]}
-    if cut is None:
-        return found
-    if len(found) != 1:
-        listed = ", ".join(map(repr, found)) or "none"
-        raise EditError(
-            f"{site}: a position belongs to one tensor, and this value has {len(found)}: {listed}. Use leaf=."
-        )
-    (tensor,) = found.values()
-    if not -tensor.dim() <= cut.dim < tensor.dim():
-        raise EditError(f"{site}: dim={cut.dim} was asked for, and the value is {tree.describe(tensor)}. Use dim=None.")
+    found = []
+    for record in records:
+        here = target._replace(site=site.but(call=record.call if several else None))
+        leaves = _leaves(record.value, str(site), leaf)
+        found.append(Place(here, leaves, Whole() if way is None else way(here, _only(leaves, str(site)))))
     return found
 
 
-def columns(found: list[Place], positions: Sequence[int] | None, dim: int | None) -> list[int]:
-    """The positions of the matrix: those asked for, or all that the longest place has."""
-    if dim is None:
+def _leaves(value: Any, site: str, leaf: str | None) -> dict[str, Tensor]:
+    found = {address: part for address, part in tree.leaves(value) if isinstance(part, Tensor)}
+    if leaf is None:
+        return found
+    if leaf not in found:
+        # The leaf of a bare tensor is the tensor, and has no name to suggest.
+        bare = f"The value is one tensor of shape {tuple(value.shape)}: leave leaf= out." if "" in found else ""
+        there = bare or suggestion(leaf, found) or f"There is none in it: {tree.describe(value)}."
+        raise EditError(f"{shown(site)}: no tensor at leaf={leaf!r}. {there}")
+    return {leaf: found[leaf]}
+
+
+def _only(leaves: dict[str, Tensor], site: str) -> Tensor:
+    if len(leaves) != 1:
+        listed = ", ".join(map(repr, leaves)) or "none"
+        raise EditError(
+            f"{site}: a position belongs to one tensor, and this value has {len(leaves)}: {listed}. Use leaf=."
+        )
+    (tensor,) = leaves.values()
+    return tensor
+
+
+def columns(found: list[Place], positions: Sequence[int] | None, what: str | None) -> list[int]:
+    """The positions of the matrix: those asked for, or all that the longest place has; ``what`` they are, if any."""
+    if what is None:
         if positions is not None:
             raise ValueError("positions= are indices of a dimension: leave them out, or say which with dim=.")
         return [0]
@@ -123,7 +187,7 @@ def columns(found: list[Place], positions: Sequence[int] | None, dim: int | None
     if positions is None:
         return list(range(length))
     if wrong := [p for p in positions if not -length <= p < length]:
-        raise ValueError(f"positions {wrong} are out of range: dim {dim} has {length}.")
+        raise ValueError(f"positions {wrong} are out of range: {what} has {length}.")
     return list(positions)
 
 

@@ -1,13 +1,14 @@
-"""Which score is meant: one number for each example, taken from a model's output."""
+"""Which score is meant: one number for each example, taken from a model's output; and what its class is called."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchhook._values import tree
 from torchhook._values.wrappers import is_fake
@@ -15,6 +16,9 @@ from torchhook.errors import TargetError
 
 Goal: TypeAlias = "int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None"
 """What ``target=`` takes: a class, a class for each example, a function of the output; ``None`` the predicted class."""
+
+Labels: TypeAlias = "Sequence[str] | Mapping[int, str]"
+"""The names of the classes, by their numbers."""
 
 
 class Scores:
@@ -128,3 +132,40 @@ def _integers(goal: Any, rows: int) -> list[int] | None:
         return [operator.index(i) for i in plain] if isinstance(plain, Iterable) else [operator.index(plain)] * rows
     except TypeError:
         return None
+
+
+# -- names of classes -----------------------------------------------------------------------------------
+
+
+def name_of(label: int, names: Labels | None, word: str = "class") -> str:
+    """A class by its name and number, or by its number alone.
+
+    >>> name_of(1, ["cat", "dog"]), name_of(7, ["cat", "dog"])
+    ('dog (1)', 'class 7')
+    """
+    if isinstance(names, Mapping):
+        found = names.get(label)
+    else:
+        found = None if names is None or label >= len(names) else names[label]
+    return f"{word} {label}" if found is None else f"{found} ({label})"
+
+
+def known_labels(model: nn.Module) -> Labels | None:
+    """The names of the classes that a model of transformers has in its config, where they are more than numbers."""
+    found = getattr(getattr(model, "config", None), "id2label", None)
+    if not isinstance(found, Mapping) or not all(isinstance(key, int) for key in found):
+        return None
+    # What the config makes up when nobody named the classes.
+    return None if all(str(name) == f"LABEL_{key}" for key, name in found.items()) else dict(found)
+
+
+def torchvision_labels(model: nn.Module, output: Any) -> Labels | None:
+    """The names that torchvision's own weights have for a model of its own with as many classes, where all agree."""
+    home, scores = type(model).__module__, logits(output)
+    if not home.startswith("torchvision.models.") or scores is None:
+        return None
+    # What its file offers, and nothing is fetched: names are part of the description of weights.
+    offered = [kind.DEFAULT for name, kind in vars(sys.modules[home]).items() if name.endswith("_Weights")]
+    lists = [tuple(weights.meta.get("categories", ())) for weights in offered]
+    fitting = {names for names in lists if len(names) == scores.shape[1]}
+    return list(fitting.pop()) if len(fitting) == 1 else None

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchhook._recording.address import shown
+from torchhook._recording.tables import facts
 from torchhook.errors import TrainingWarning, warn
 
 # Some weights are initialized at zero (the second matrix of LoRA, the last layer of a residual branch). While the
@@ -25,6 +27,9 @@ class Alarm(NamedTuple):
     site: str
     kind: str
     message: str
+
+    def _repr_html_(self) -> str:
+        return facts(f"{self.kind}: {shown(self.site)}", {"step": self.step}, [self.message])._repr_html_()
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ class Alarms:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window={self.window}: expected a number of measured steps, 1 or more.")
+
+    def _repr_html_(self) -> str:
+        return facts("When to warn", vars(self))._repr_html_()
 
 
 class AlarmState:
@@ -188,9 +196,9 @@ def _blocked(sites: list[str]) -> str:
     """
     if not sites:
         return ""
-    shown = ", ".join(map(repr, sites[:8])) + (", …" if len(sites) > 8 else "")
+    told = ", ".join(map(repr, sites[:8])) + (", …" if len(sites) > 8 else "")
     what = "1 gradient is" if len(sites) == 1 else f"{len(sites)} gradients are"
-    return f" In the last of them, {what} exactly 0: {shown}."
+    return f" In the last of them, {what} exactly 0: {told}."
 
 
 _HELPS = "Normalization, residual connections or another activation help."

@@ -20,7 +20,6 @@ from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
-from torchhook._values.histograms import Histogram
 from torchhook._watch.alarms import Alarm, Alarms
 from torchhook._watch.callbacks import WatchedFit
 from torchhook._watch.engine import Engine, Snapshot, Watched
@@ -131,7 +130,6 @@ class Watch(Openable):
         self._steps: _Counted = steps
         self._threads: Threads = threads
         self._session: Session | None = None
-        self._wanted = engine.watched.wanted
         self._sites = len(engine.watched.targets)
         self._made()
 
@@ -272,14 +270,9 @@ class Watch(Openable):
     def table(self) -> Table:
         """The newest statistics as a table."""
         self._needs_opening("table()")
-        names = [name for name in self._wanted if name != "histogram"]  # which fits no cell
-        title = f"step {self.history[-1].step}" if self.history else "no step measured yet"
-        rows = [
-            [site or "(model)", *(_cell(values.get(name)) for name in names)]
-            for site, values in (self.last if self.history else {}).items()
-        ]
-        notes = [alarm.message for alarm in self.alarms]
-        return Table(title, ["site", *(f">{name}" for name in names)], rows, notes)
+        table = self.history[-1].table() if self.history else Table("no step measured yet", [], [])
+        table.notes += [alarm.message for alarm in self.alarms]
+        return table
 
     def __repr__(self) -> str:
         state = "not open yet" if self._life == "made" else f"{self._life}, {len(self._engine.history)} snapshots"
@@ -289,11 +282,9 @@ class Watch(Openable):
         return repr(self) if self._life == "made" else str(self.table())
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None or isinstance(value, Histogram) else f"{value:.4g}"
+        # Before it is opened, there is no table; a notebook shows what a cell ends with all the same.
+        table = Table(repr(self)[1:-1], [], []) if self._life == "made" else self.table()
+        return table._repr_html_()
 
 
 def _while_measuring(engine: Engine, target: Target) -> Callable[[Any, int], None]:

@@ -19,12 +19,14 @@ from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
 from torchhook._core.sharding import Home, Homes
 from torchhook._core.taps import Look
-from torchhook._recording.address import Site
+from torchhook._recording.address import Site, shown
+from torchhook._recording.tables import Table, counted
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.ledger import Key, Ledger, Room
 from torchhook._watch.shared import Shared
 from torchhook._watch.sinks import Sink
+from torchhook._watch.statistics import STATISTICS
 from torchhook._watch.step import Looks, Step
 from torchhook._watch.units import Units, layers, rectifies
 from torchhook._watch.weights import Weights
@@ -37,6 +39,23 @@ class Snapshot(NamedTuple):
 
     step: int
     sites: dict[str, dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return f"<snapshot of step {self.step}: {counted(len(self.sites), 'site')}>"
+
+    def table(self) -> Table:
+        """Its statistics, one line for each site."""
+        known = {name for values in self.sites.values() for name in values} - {"histogram"}  # which fits no cell
+        names = [name for name in STATISTICS if name in known]
+        rows = [[shown(site), *(_cell(values.get(name)) for name in names)] for site, values in self.sites.items()]
+        return Table(f"step {self.step}", ["site", *(f">{name}" for name in names)], rows)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 class Watched:

@@ -13,8 +13,26 @@ They are values: they print as they were written, compare by what they hold, and
 """
 
 from torchhook.edits.adapting import adapt as adapt
+from torchhook.edits.adapting import changes_call as changes_call
+from torchhook.edits.blocking import block
 from torchhook.edits.catalogue import add, at, clamp, mean, noise, patch, replace, scale, zero
 from torchhook.edits.changing import check as check
 from torchhook.edits.protocol import Edit
+from torchhook.edits.protocol import placed as placed
+from torchhook.edits.where import along, only
 
-__all__ = ["Edit", "add", "at", "clamp", "mean", "noise", "patch", "replace", "scale", "zero"]
+__all__ = [
+    "Edit",
+    "add",
+    "along",
+    "at",
+    "block",
+    "clamp",
+    "mean",
+    "noise",
+    "only",
+    "patch",
+    "replace",
+    "scale",
+    "zero",
+]

@@ -8,30 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchhook._recording.address import Site
+from torchhook._values.heads import KnownHeads
+from torchhook._values.parts import Part
 from torchhook._values.value_object import shown
-from torchhook.edits.protocol import CataloguedEdit, Edit
+from torchhook.edits.changing import check
+from torchhook.edits.protocol import CataloguedEdit, Edit, placed
 from torchhook.errors import EditError
 
 
 def adapt(edit: Any) -> Edit:
     """An edit that takes value and site, whatever the function it is made of takes; a sequence runs in order."""
     if isinstance(edit, (list, tuple)):
-        return _Steps(tuple(adapt(step) for step in edit))
+        return Steps(tuple(adapt(step) for step in edit))
     # Every function of the catalogue makes edits, and being callable would pass as one of the user's.
-    if inspect.isfunction(edit) and edit.__module__ == "torchhook.edits.catalogue":
+    if inspect.isfunction(edit) and edit.__module__.startswith("torchhook.edits."):
         raise EditError(f"edits.{edit.__name__} makes an edit when it is called: write edits.{edit.__name__}(…).")
     if not callable(edit):
         raise EditError(
             f"{edit!r} is not an edit. Use one of torchhook.edits (edits.replace(value) puts a value in), "
             "or a function f(value) or f(value, site)."
         )
-    return edit if isinstance(edit, CataloguedEdit) or _wants_site(edit) else _OfValue(edit)
+    return edit if isinstance(edit, CataloguedEdit) or _wants_site(edit) else OfValue(edit)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _Steps(CataloguedEdit):
+class Steps(CataloguedEdit):
     """Several edits, one after the other."""
 
     steps: tuple[Edit, ...]
@@ -39,15 +43,37 @@ class _Steps(CataloguedEdit):
     def __call__(self, value: Any, site: Site) -> Any:
         for step in self.steps:
             new = step(value, site)
+            if self.changes_call and new is not None and not changes_call(step):
+                check(value, new, site)  # nobody else does
             value = value if new is None else new
         return value
+
+    @property
+    def changes_call(self) -> bool:  # type: ignore[override]
+        return any(map(changes_call, self.steps))
+
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        return Steps(tuple(placed(step, site, known) for step in self.steps))
+
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        return Steps(tuple(within(step, part, whole) for step in self.steps))
 
     def __repr__(self) -> str:
         return shown(list(self.steps))
 
 
+def changes_call(edit: Edit) -> bool:
+    """As ``CataloguedEdit.changes_call``, for any edit."""
+    return isinstance(edit, CataloguedEdit) and edit.changes_call
+
+
+def within(edit: Edit, part: Part, whole: Tensor) -> Edit:
+    """As ``CataloguedEdit.within``, for any edit."""
+    return edit.within(part, whole) if isinstance(edit, CataloguedEdit) else edit
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class _OfValue(CataloguedEdit):
+class OfValue(CataloguedEdit):
     """A function that takes the value alone."""
 
     function: Callable[[Any], Any]

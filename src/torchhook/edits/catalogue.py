@@ -14,19 +14,22 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
+from torchhook._values.heads import KnownHeads
+from torchhook._values.parts import Part
 from torchhook._values.subclasses import placed_like
 from torchhook._values.wrappers import faked_like, is_fake, like
 from torchhook.edits.adapting import adapt
 from torchhook.edits.changing import (
     change_all,
     change_one,
+    check,
     fitting,
     mismatch,
     refuse_nested,
     with_nested,
     with_recorded,
 )
-from torchhook.edits.protocol import CataloguedEdit, Edit
+from torchhook.edits.protocol import CataloguedEdit, Edit, placed
 from torchhook.errors import EditError
 
 
@@ -51,6 +54,9 @@ class _Replace(CataloguedEdit):
             return change_one(lambda t: like(fitting(new, t, site).expand_as(t), t), value, site, "replace", True)
         return tree.map_tensors(torch.clone, new)  # the model may write to it
 
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        return lambda value, site: _Replace(part.fitted(self.new, value))(value, site)
+
 
 def add(vector: Tensor | float) -> Edit:
     """Add a tensor or number, broadcast from the right: a steering vector to a residual stream.
@@ -67,6 +73,9 @@ class _Add(CataloguedEdit):
 
     def __call__(self, value: Any, site: Site) -> Any:
         return change_one(lambda t: t + fitting(self.vector, t, site), value, site, "add")
+
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        return lambda value, site: _Add(part.fitted(self.vector, value))(value, site)
 
 
 def scale(factor: float) -> Edit:
@@ -205,6 +214,16 @@ class _Patch(CataloguedEdit):
 
         return change_one(mix, value, site, "patch")
 
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        # As the whole it is compared with what was recorded; the part may have been changed by an edit before.
+        def patched(value: Any, site: Site) -> Any:
+            before = part.put(whole, value)
+            after = self(before, site)
+            check(before, after, site)
+            return part.of(after)
+
+        return patched
+
     def parts(self) -> dict[str, Any]:
         records = [(record.site.parts, record.call, record.value) for record in self.recording.records()]
         return super().parts() | {"recording": records}  # a recording itself is only equal to itself
@@ -219,11 +238,11 @@ def at(leaf: str, edit: Callable[..., Any]) -> Edit:
     >>> at("1", [add(1.0), scale(3)])((torch.zeros(1), torch.zeros(1)), Site("lstm"))
     (tensor([0.]), tensor([3.]))
     """
-    return _At(str(leaf), adapt(edit))
+    return At(str(leaf), adapt(edit))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class _At(CataloguedEdit):
+class At(CataloguedEdit):
     leaf: str
     edit: Edit
 
@@ -236,3 +255,10 @@ class _At(CataloguedEdit):
             return tree.put(value, self.leaf, change)
         except KeyError as error:
             raise EditError(f"{site.shown}: edits.at({self.leaf!r}): {error.args[0]}") from None
+
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        return At(self.leaf, placed(self.edit, site, known))
+
+
+KINDS = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch, At)
+"""The edits themselves: a file of edits holds these."""

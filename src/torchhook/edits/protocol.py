@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from torchhook._recording.address import Site
+from torchhook._values.heads import KnownHeads
+from torchhook._values.parts import Part
 from torchhook._values.value_object import ValueObject
 
 
@@ -23,4 +28,24 @@ class Edit(Protocol):
 
 
 class CataloguedEdit(ValueObject):
+    """Base of the edits that come with the library; what they hold may be other edits."""
+
     room = "edits."
+    changes_call = False
+    """Whether it changes how an operation is called, and not only the tensors: then nothing is checked after it."""
+
+    def __call__(self, value: Any, site: Site, /) -> Any:
+        raise NotImplementedError
+
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        """The same edit for one site, told what is known of the heads there; only some want to know."""
+        return self
+
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        """The same edit for a part of a tensor: what it holds for the whole of it is taken at that part."""
+        return self
+
+
+def placed(edit: Edit, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+    """As ``CataloguedEdit.placed``, for any edit."""
+    return edit.placed(site, known) if isinstance(edit, CataloguedEdit) else edit

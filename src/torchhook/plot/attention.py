@@ -17,6 +17,7 @@ from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, n
 _LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
 _LINE = 2.5 / 72
 _PAGE = 12  # inches
+_WORD = "#1f2430"  # on a patch of color of its own, which is light on any background
 
 
 def attention(
@@ -123,7 +124,7 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
     alone, columns = len(weights) == 1, math.ceil(math.sqrt(len(weights)))
     # The lowest row and the first column have the labels for all; of many heads no figure grows beyond a page.
     side = 1.9 if tokens is None else max(min(0.22 * keys + 0.9, 7, _PAGE / columns), 1.9)
-    figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=alone)
+    figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=True)
     for i, (panel, one_head, label) in enumerate(zip(axes, weights, labels, strict=True)):
         # Zero means the same in every head. The top is each one's own, and clipped: a first token that takes nearly all
         # would leave the rest black.
@@ -132,21 +133,25 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
         shown = panel.imshow(np.where(np.isfinite(one_head), one_head, np.nan), cmap=style.colormap(cmap), vmin=0,
                              vmax=high, interpolation="nearest", aspect="equal")  # fmt: skip
         style.quiet(panel)
-        style.title(panel, " · ".join(p for p in (label, flaws(one_head)) if p), small=True)
+        top = "" if alone else f"to {style.number(high)}"
+        style.title(panel, " · ".join(p for p in (label, top, flaws(one_head)) if p), small=True)
         if tokens is not None:
             if i >= len(weights) - columns:
                 style.names(panel, list(tokens), "x", width=12)
-                panel.tick_params(axis="x", rotation=90, length=0, labelcolor=style.INK)
+                panel.tick_params(axis="x", rotation=90, length=0, labelcolor=style.palette(panel).ink)
             # With a cache there are fewer queries than keys, and tokens name the keys.
             if i % columns == 0 and queries == keys:
                 style.names(panel, list(tokens), "y", width=12)
-                panel.tick_params(axis="y", length=0, labelcolor=style.INK)
+                panel.tick_params(axis="y", length=0, labelcolor=style.palette(panel).ink)
         if alone and ax is None:
             style.colorbar(panel, shown, "weight")
         if i >= len(weights) - columns:
-            panel.set_xlabel("key", fontsize=style.LABEL, color=style.INK)
+            panel.set_xlabel("key", fontsize=style.LABEL, color=style.palette(panel).ink)
         if i % columns == 0:
-            panel.set_ylabel("query", fontsize=style.LABEL, color=style.INK)
+            panel.set_ylabel("query", fontsize=style.LABEL, color=style.palette(panel).ink)
+    if not alone and ax is None:
+        # One bar for all: the same colors, each head's up to a number of its own, which stands above it.
+        style.colorbar(axes[0], style.scale(0, 1, cmap), "weight", over=axes, ends=("0", "top"))
     return figure
 
 
@@ -178,17 +183,18 @@ def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: i
         panel.set_xlim(0, room)
         panel.set_ylim(len(lines), 0)
         panel.set_axis_off()
+        ink = style.palette(panel).ink
         if label:
-            panel.set_title(label, fontsize=style.SMALL, color=style.SOFT, loc="left", pad=2)
+            panel.set_title(label, fontsize=style.SMALL, color=style.palette(panel).soft, loc="left", pad=2)
         for i, line in enumerate(lines):
             for index, start in line:
                 # Only where queries are the tokens themselves is one of these words the one that asks.
                 asked = index == query % weights.shape[1] and weights.shape[1] == keys
                 strength = float(row[index]) / top
                 panel.text(start, i + 0.5, words[index], fontsize=letters, family="monospace", va="center",
-                           color="white" if strength > 0.7 else style.INK, fontweight="bold" if asked else "normal",
+                           color="white" if strength > 0.7 else _WORD, fontweight="bold" if asked else "normal",
                            bbox={"boxstyle": "round,pad=0.25", "facecolor": cmap(0.85 * strength),
-                                 "edgecolor": style.INK if asked else "none", "linewidth": 1.0})  # fmt: skip
+                                 "edgecolor": ink if asked else "none", "linewidth": 1.0})  # fmt: skip
     return figure
 
 

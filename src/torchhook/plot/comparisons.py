@@ -20,6 +20,7 @@ class Swept(Protocol):
     values: Tensor
     sites: list[str]
     positions: list[int] | None
+    over: str
     clean: float
     corrupted: float
 
@@ -27,7 +28,8 @@ class Swept(Protocol):
     def normalized(self) -> Tensor: ...
 
 
-_COLORS: dict[str, str] = {"same": style.BLUE, "differs": style.RED}
+def _color(colors: style.Palette, status: str) -> str:
+    return {"same": colors.blue, "differs": colors.red}.get(status, colors.amber)
 
 
 def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any = None) -> Any:
@@ -46,12 +48,15 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
     # A logarithmic axis has no zero: what is bit for bit the same stands on the floor, hollow.
     floor = 10 ** (math.floor(math.log10(min(positive, default=1e-8))) - 1)
     ceiling = 10 ** math.ceil(math.log10(max(positive, default=1.0)) + 0.3)
+    colors = style.palette(ax)
     for i, row in enumerate(rows):
-        color = _COLORS.get(row.status, style.AMBER)
+        color = _color(colors, row.status)
         if math.isfinite(row.relative):
             height = min(max(row.relative, floor), ceiling)
             ax.plot([i, i], [floor, height], color=color, linewidth=1.6, alpha=0.45, solid_capstyle="butt")
-            ax.plot(i, height, "o", color=color, markersize=4, markerfacecolor="white" if row.relative == 0 else color)
+            ax.plot(
+                i, height, "o", color=color, markersize=4, markerfacecolor=colors.paper if row.relative == 0 else color
+            )
         else:
             ax.plot(i, ceiling, "x", color=color, markersize=6, markeredgewidth=1.6, clip_on=False)
     ax.set_yscale("log")
@@ -63,28 +68,29 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
     if first is not None:
         place = next(i for i, row in enumerate(rows) if row is first)
         right = place < len(rows) * 0.6
-        ax.axvline(place, color=style.INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        ax.axvline(place, color=colors.ink, linewidth=0.8, linestyle=(0, (4, 3)))
         label = f"first: {style.elide(first.site or '(model)', 48)}"
         ax.annotate(label, (place, 1), xycoords=("data", "axes fraction"),
                     xytext=(5 if right else -5, -2), textcoords="offset points", ha="left" if right else "right",
-                    va="top", fontsize=style.SMALL, color=style.INK)  # fmt: skip
-    _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows))
+                    va="top", fontsize=style.SMALL, color=colors.ink)  # fmt: skip
     verdict = "all the same" if first is None else f"{sum(not row.ok for row in rows)} of {len(rows)} sites differ"
-    style.title(ax, f"{difference.title or 'Diff'}: {verdict}" if title is None else title)
+    head = f"{difference.title or 'Diff'}: {verdict}" if title is None else title
+    _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows), head)
+    style.title(ax, head)
     return figure
 
 
-def _legend(ax: Any, statuses: set[str], exact: bool) -> None:
-    lines = require("matplotlib.lines", "viz")
-    entries = [(status, color, "o") for status, color in _COLORS.items() if status in statuses]
-    if others := sorted(statuses - _COLORS.keys()):
-        entries.append((", ".join(others), style.AMBER, "x"))
+def _legend(ax: Any, statuses: set[str], exact: bool, beside: str) -> None:
+    lines, colors = require("matplotlib.lines", "viz"), style.palette(ax)
+    entries = [(status, _color(colors, status), "o") for status in sorted(statuses & {"same", "differs"}, reverse=True)]
+    if others := sorted(statuses - {"same", "differs"}):
+        entries.append((", ".join(others), colors.amber, "x"))
     # Made by hand: every site is a line of its own, and would be an entry of its own.
     handles = [lines.Line2D([], [], color=c, marker=m, linestyle="", markersize=4.5, label=s) for s, c, m in entries]
     if exact:
-        handles.append(lines.Line2D([], [], color=style.BLUE, marker="o", linestyle="", markersize=4.5,
-                                    markerfacecolor="white", label="bit for bit"))  # fmt: skip
-    style.legend(ax, handles)
+        handles.append(lines.Line2D([], [], color=colors.blue, marker="o", linestyle="", markersize=4.5,
+                                    markerfacecolor=colors.paper, label="bit for bit"))  # fmt: skip
+    style.legend(ax, handles, beside)
 
 
 def sweep(
@@ -110,9 +116,13 @@ def sweep(
     columns = shown.shape[1]
     labels = ["whole"] if result.positions is None else [str(position) for position in result.positions]
     if tokens is not None:
-        if result.positions is None or not all(-len(tokens) <= p < len(tokens) for p in result.positions):
-            raise ValueError(f"{len(tokens)} tokens do not name {columns} positions.")
-        labels = _named(tokens, corrupted_tokens, result.positions)
+        if (
+            result.positions is None
+            or result.over != "position"
+            or not all(-len(tokens) <= p < len(tokens) for p in result.positions)
+        ):
+            raise ValueError(f"{len(tokens)} tokens do not name {columns} {result.over}s.")
+        labels = _named(tokens, corrupted_tokens, result.positions or [])
     elif corrupted_tokens is not None:
         raise ValueError("corrupted_tokens= names what differs from tokens=: give both.")
     width, height = min(max(0.3 * columns + 3, 4.6), 14), min(max(0.22 * len(result.sites) + 1.5, 2.6), 13)
@@ -122,9 +132,9 @@ def sweep(
     if share:
         low, high = min(low, -1.0), max(high, 1.0)
     # No flaw here, as NaN is elsewhere: the site has no such position.
-    cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.FAINT)
+    cmap = style.colormap("RdBu" if share else "viridis").with_extremes(bad=style.palette(ax).faint)
     image = ax.imshow(shown, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-    style.chart(ax, "position", grid=None)
+    style.chart(ax, result.over, grid=None)
     ax.spines[:].set_visible(False)
     style.names(ax, labels, "x", width=14)
     style.names(ax, [site or "(model)" for site in result.sites], "y")

@@ -43,14 +43,15 @@ def statistics(
         upper, lower = ax.inset_axes((0, 0.36, 1, 0.64)), ax.inset_axes((0, 0, 1, 0.28))
     x = np.arange(len(found))
     mean, std, low, high, zeros, whole = _Spread(*np.array([_spread(value) for value in found]).T)
-    upper.fill_between(x, mean - std, mean + std, color=style.BLUE, alpha=0.22, linewidth=0, label="± 1 std")
-    upper.plot(x, low, color=style.BLUE, linewidth=0.7, alpha=0.6, label="1st, 99th percentile")
-    upper.plot(x, high, color=style.BLUE, linewidth=0.7, alpha=0.6)
-    upper.plot(x, mean, color=style.BLUE, linewidth=1.6, marker="o", markersize=3, label="mean")
+    colors = style.palette(upper)
+    upper.fill_between(x, mean - std, mean + std, color=colors.blue, alpha=0.22, linewidth=0, label="± 1 std")
+    upper.plot(x, low, color=colors.blue, linewidth=0.7, alpha=0.6, label="1st, 99th percentile")
+    upper.plot(x, high, color=colors.blue, linewidth=0.7, alpha=0.6)
+    upper.plot(x, mean, color=colors.blue, linewidth=1.6, marker="o", markersize=3, label="mean")
     style.chart(upper, y="value")
     upper.tick_params(labelbottom=False)
     _robust_scale(upper, np.concatenate([low, high, mean - std, mean + std]))
-    lower.bar(x, zeros, color=style.SOFT, width=0.7, alpha=0.75)
+    lower.bar(x, zeros, color=colors.soft, width=0.7, alpha=0.75)
     lower.set_ylim(0, 1)
     style.chart(lower, y="zeros")
     lower.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
@@ -93,8 +94,9 @@ def gradient_flow(
     mean, top, whole = np.array([_size(value) for value in found]).T
     # Bars on a logarithmic axis cannot begin at zero.
     floor = min((m for m in mean if m > 0), default=1e-12) / 10
-    ax.bar(x, np.maximum(top, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.22, width=0.8, label="largest")
-    ax.bar(x, np.maximum(mean, floor) - floor, bottom=floor, color=style.BLUE, alpha=0.9, width=0.8, label="mean")
+    colors = style.palette(ax)
+    ax.bar(x, np.maximum(top, floor) - floor, bottom=floor, color=colors.blue, alpha=0.22, width=0.8, label="largest")
+    ax.bar(x, np.maximum(mean, floor) - floor, bottom=floor, color=colors.blue, alpha=0.9, width=0.8, label="mean")
     ax.set_yscale("log")
     ax.set_ylim(floor, max(top.max(), floor * 10) * 2)
     style.chart(ax, y="|gradient|")
@@ -149,11 +151,10 @@ def _robust_scale(ax: Any, numbers: Array) -> None:
 
 
 def _mark(ax: Any, labels: Any, places: list[int], meaning: str) -> None:
+    red = style.palette(ax).red
     for n, place in enumerate(places):
-        ax.axvspan(
-            place - 0.45, place + 0.45, color=style.RED, alpha=0.16, linewidth=0, label=meaning if not n else None
-        )
+        ax.axvspan(place - 0.45, place + 0.45, color=red, alpha=0.16, linewidth=0, label=meaning if not n else None)
     # The ticks are not all layers: of many, some have no label.
     for tick, place in zip(labels.get_xticklabels(), labels.get_xticks(), strict=False):
         if int(place) in places:
-            tick.set_color(style.RED)
+            tick.set_color(red)

@@ -40,9 +40,10 @@ def feature_maps(
     >>> len(figure.axes)
     8
 
-    ``reduce="mean"`` averages the channels and shows the result from its smallest to its largest value; ``"max"`` and
-    ``"norm"`` are the others. Of a recording of several layers, each is reduced to its mean. ``channels`` is how many
-    are shown at most, spread evenly, or which. Colors leave out ``clip`` percent at either end, 1 unless reduced.
+    ``reduce="norm"`` is how strong the channels are together, ``"mean"`` their average, in which those of opposite sign
+    cancel, from its smallest to its largest value; ``"max"`` is the third. Of several layers, each is reduced to its
+    norm. Reduced maps are drawn smoothly, single channels pixel by pixel. ``channels`` is how many are shown at most,
+    spread evenly, or which. Colors leave out ``clip`` percent at either end, 1 unless it is a mean.
     Tokens are laid out on their grid, and maps that look like channels last (7 × 7 × 96) are turned, which the title
     then says; ``layout`` (``"channels_first"``, ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes
     wrong.
@@ -51,9 +52,11 @@ def feature_maps(
     if reduce is not None and reduce not in _REDUCTIONS:
         raise ValueError(f"reduce={reduce!r}: use {', '.join(map(repr, _REDUCTIONS))} or None.")
     if len(found) > 1 or reduce is not None:
-        pictures = [(v.name, _reduced(maps(v, sample, layout, grid), reduce or "mean")) for v in found]
+        # Without a word: the norm. Before an activation, signs cancel in a mean, and of deep layers noise is left.
+        pictures = [(v.name, _reduced(maps(v, sample, layout, grid), reduce or "norm")) for v in found]
         # Averaged over channels, outliers are rare, and the whole range is worth its colors.
-        head, clip = "", 0.0 if clip is None else clip
+        head, smooth = "", True
+        clip = (0.0 if reduce == "mean" else 1.0) if clip is None else clip
     else:
         value = found[0]
         seen = maps(value, sample, layout, grid)
@@ -61,7 +64,7 @@ def feature_maps(
         pictures = [(str(i) if len(seen.array) > 1 else "", Maps(seen.array[i], flat=seen.flat)) for i in shown]
         some = f"{len(shown)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
         head = " · ".join(part for part in (value.name, some, seen.assumed, seen.note) if part)
-        clip = 1.0 if clip is None else clip
+        clip, smooth = 1.0 if clip is None else clip, False
     # One long vector among the layers must not stretch all panels.
     shape = float(np.median([_aspect(m) for _, m in pictures]))
     head = head if title is None else title
@@ -77,7 +80,7 @@ def feature_maps(
     )
     for (name, picture), panel in zip(pictures, axes, strict=True):
         style.title(panel, style.caption(panel, name, _remark(picture)), small=True)
-        _draw(panel, picture, cmap, clip)
+        _draw(panel, picture, cmap, clip, smooth)
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -85,15 +88,16 @@ def feature_maps(
     return figure
 
 
-def _draw(ax: Any, picture: Maps, cmap: str, clip: float) -> None:
+def _draw(ax: Any, picture: Maps, cmap: str, clip: float, smooth: bool) -> None:
     low, high = limits(picture.array, clip)
     ax.imshow(
         np.where(np.isfinite(picture.array), picture.array, np.nan),
         cmap=style.colormap(cmap),
         vmin=low,
         vmax=high,
-        # matplotlib's default smooths at some sizes; a pixel here is a value.
-        interpolation="nearest",
+        # matplotlib's default smooths at some sizes; a pixel of a channel is a value. A map of 7 × 7 that stands for a
+        # whole layer is looked at for where something is, which squares hide.
+        interpolation="bicubic" if smooth and not picture.flat else "nearest",
         # Square pixels would make a hairline of a vector.
         aspect="auto" if picture.flat else "equal",
     )

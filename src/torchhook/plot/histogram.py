@@ -48,21 +48,21 @@ def _single(value: Value, bins: int, clip: float, log: bool, title: str | None, 
     found, good = summary(part), part.values
     low, high = with_room_for(bins, *limits(good.numpy(), clip))
     heights, edges = count(good, bins, low, high)
-    ax.stairs(heights, edges, fill=True, color=style.BLUE, alpha=0.85)
+    ax.stairs(heights, edges, fill=True, color=style.palette(ax).blue, alpha=0.85)
     style.chart(ax, "value", "count")
     # Without a positive number, a logarithmic scale warns.
     if log and any(heights):
         ax.set_yscale("log")
     if found.mean is not None and found.std is not None:
         if low <= found.mean <= high:
-            ax.axvline(found.mean, color=style.AMBER, linewidth=1.2)
+            ax.axvline(found.mean, color=style.palette(ax).amber, linewidth=1.2)
         zeros, outside = found.zeros / good.numel(), good.numel() - sum(heights)
         notes = [f"mean {style.number(found.mean)}", f"std {style.number(found.std)}"]
         notes += [f"{zeros:.0%} zeros"] if zeros >= 0.005 else []
         notes += [f"{outside / good.numel():.1%} outside"] if outside else []
         notes += [said] if (said := flaws(value.tensor.numpy())) else []
         ax.text(0.985, 0.96, "\n".join(notes), transform=ax.transAxes, ha="right", va="top", fontsize=style.SMALL,
-                color=style.SOFT, linespacing=1.5)  # fmt: skip
+                color=style.palette(ax).soft, linespacing=1.5)  # fmt: skip
     style.title(ax, value.name if title is None else title)
     return figure
 
@@ -82,7 +82,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
         # Downwards, so that the first layer is on top; later ones are drawn over the feet of earlier ones.
         base = -float(row)
         ax.fill_between(middle, base, base + heights, color=colors[row], alpha=0.85, linewidth=0, zorder=row + 2)
-        ax.plot(middle, base + heights, color="white", linewidth=0.8, zorder=row + 2)
+        ax.plot(middle, base + heights, color=style.palette(ax).paper, linewidth=0.8, zorder=row + 2)
     style.chart(ax, "value", grid="x")
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
@@ -92,7 +92,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
     style.names(
         ax, [value.name + _mark(value) for value in found], "y", width=36, places=[-i for i in range(len(found))]
     )
-    ax.tick_params(axis="y", labelcolor=style.INK)
+    ax.tick_params(axis="y", labelcolor=style.palette(ax).ink)
     style.title(ax, f"{len(found)} layers" if title is None else title)
     return figure
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook._values.images import pixels
-from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import Array, flaws, limits
 
@@ -69,12 +68,11 @@ def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
     if not np.ptp(heat[np.isfinite(heat)] if np.isfinite(heat).any() else np.zeros(1)):
         scaled = np.zeros_like(scaled)
     ax.imshow(picture, interpolation="bilinear")
-    matplotlib = require("matplotlib", "viz")
-    norm = matplotlib.colors.Normalize(low, high)
+    colors = style.scale(low, high, cmap)
     # In the map's own numbers again, which the color bar shows. An exponent below 1 keeps the middle of them visible.
-    ax.imshow(scaled * (high - low) + low, cmap=style.colormap(cmap), norm=norm, alpha=alpha * scaled**0.75)
+    ax.imshow(scaled * (high - low) + low, cmap=colors.cmap, norm=colors.norm, alpha=alpha * scaled**0.75)
     style.quiet(ax)
-    return matplotlib.cm.ScalarMappable(norm, style.colormap(cmap))
+    return colors
 
 
 def _heats(heat: Any) -> list[Array]:

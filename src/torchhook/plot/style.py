@@ -5,19 +5,42 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torchhook.errors import require
 
 Axes: TypeAlias = Any
 Figure: TypeAlias = Any
 
-INK, SOFT, FAINT = "#1f2430", "#6b7280", "#e5e7eb"
-BLUE, AMBER, RED, GREEN = "#3457b1", "#d08a1d", "#c8372d", "#3a8f5c"
+
+class Palette(NamedTuple):
+    """The colors of text and lines on one kind of background."""
+
+    ink: str
+    soft: str
+    faint: str
+    blue: str
+    amber: str
+    red: str
+    paper: str
+
+
+_LIGHT = Palette("#1f2430", "#6b7280", "#e5e7eb", "#3457b1", "#d08a1d", "#c8372d", "#ffffff")
+_DARK = Palette("#e8eaf0", "#9aa3b2", "#3a4150", "#7d9cf0", "#e3ab4f", "#f07167", "#0f1117")
 BAD = "#f3c9c5"  # NaN: no colormap has it
 TITLE, LABEL, SMALL = 11, 9, 7.5
 _WIDEST = 2.5
 _MOST_LABELS = 64
+
+
+def palette(where: Axes | Figure) -> Palette:
+    """The colors that can be read where an axes or figure is: a user's own may be dark."""
+    matplotlib = require("matplotlib", "viz")
+    # What is transparent shows what is behind it.
+    behind = [where.figure, where.figure.figure, *([where] if hasattr(where, "get_xlim") else [])]
+    faces = [matplotlib.colors.to_rgba(part.get_facecolor()) for part in behind]
+    red, green, blue, _ = next((face for face in faces if face[3] >= 0.5), (1, 1, 1, 1))
+    return _DARK if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else _LIGHT
 
 
 def canvas(
@@ -34,6 +57,9 @@ def canvas(
     if ax is not None:
         return ax.figure
     if fig is not None:
+        # An empty one that nobody said how to lay out: with fixed margins, the names of layers are cut off.
+        if hasattr(fig, "set_layout_engine") and fig.get_layout_engine() is None and not fig.axes:
+            fig.set_layout_engine(layout)
         return fig
     # Not above: the class derives from matplotlib's, which is loaded when the first picture is drawn.
     from torchhook.plot.picture import Picture
@@ -104,12 +130,14 @@ def title(ax: Axes, text: str, small: bool = False) -> None:
     """The title of a chart; a small one, of one panel of several, or of a picture that may be one of several."""
     # Laid out, a chart is a little wider.
     text = text if small else _wrapped(text, 1.15 * size(ax)[0])
-    ax.set_title(text, fontsize=SMALL if small else TITLE, color=INK, loc="left" if not small else "center", pad=4)
+    ax.set_title(
+        text, fontsize=SMALL if small else TITLE, color=palette(ax).ink, loc="left" if not small else "center", pad=4
+    )
 
 
 def heading(figure: Figure, text: str) -> None:
     """A title above all panels of a figure."""
-    figure.suptitle(_wrapped(text, figure.get_size_inches()[0]), fontsize=TITLE, color=INK)
+    figure.suptitle(_wrapped(text, figure.get_size_inches()[0]), fontsize=TITLE, color=palette(figure).ink)
 
 
 def _wrapped(text: str, width: float) -> str:
@@ -123,35 +151,50 @@ def quiet(ax: Axes) -> None:
     ax.set_xticks([])
     ax.set_yticks([])
     for spine in ax.spines.values():
-        spine.set(color=FAINT, linewidth=0.6)
+        spine.set(color=palette(ax).faint, linewidth=0.6)
 
 
 def chart(ax: Axes, x: str = "", y: str = "", grid: str | None = "y") -> None:
     """An axes for a chart: two spines, a faint grid behind."""
+    colors = palette(ax)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.spines[["left", "bottom"]].set(color=SOFT, linewidth=0.7)
-    ax.tick_params(which="both", labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=3)
+    ax.spines[["left", "bottom"]].set(color=colors.soft, linewidth=0.7)
+    ax.tick_params(which="both", labelsize=SMALL, colors=colors.soft, labelcolor=colors.ink, width=0.7, length=3)
     ax.tick_params(which="minor", length=1.5)
     # The default draws the grid over bars.
     ax.set_axisbelow(True)
     if grid is not None:
-        ax.grid(axis=grid, color=FAINT, linewidth=0.7)
-    ax.set_xlabel(x, fontsize=LABEL, color=INK)
-    ax.set_ylabel(y, fontsize=LABEL, color=INK)
+        ax.grid(axis=grid, color=colors.faint, linewidth=0.7)
+    ax.set_xlabel(x, fontsize=LABEL, color=colors.ink)
+    ax.set_ylabel(y, fontsize=LABEL, color=colors.ink)
 
 
-def colorbar(ax: Axes, mappable: Any, label: str = "", over: Sequence[Axes] | None = None) -> None:
-    """A thin color bar beside an axes, or beside all panels."""
+def scale(low: float, high: float, cmap: str) -> Any:
+    """What a color bar shows: colors and their numbers, without a picture of its own."""
+    matplotlib = require("matplotlib", "viz")
+    return matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(low, high), colormap(cmap))
+
+
+def colorbar(
+    ax: Axes,
+    mappable: Any,
+    label: str = "",
+    over: Sequence[Axes] | None = None,
+    ends: tuple[str, str] | None = None,
+) -> None:
+    """A thin color bar beside an axes, or beside all panels; ``ends`` are words where it has no numbers."""
     # The aspect is height by width: a bar along three rows would be three times as thick.
     rows = 1 if over is None else len({round(a.get_position().y0, 3) for a in over})
     bar = ax.figure.colorbar(mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=SMALL, colors=SOFT, labelcolor=INK, width=0.7, length=2)
-    bar.set_label(label, fontsize=LABEL, color=INK)
+    colors = palette(ax)
+    bar.ax.tick_params(labelsize=SMALL, colors=colors.soft, labelcolor=colors.ink, width=0.7, length=2)
+    bar.set_label(label, fontsize=LABEL, color=colors.ink)
     low, high = mappable.get_clim()
     # The ends, which tell what the colors reach to, and what of the usual ticks does not run into them.
     inner = [tick for tick in bar.get_ticks() if low + 0.08 * (high - low) < tick < high - 0.08 * (high - low)]
-    bar.set_ticks([low, *inner, high], labels=[number(tick) for tick in (low, *inner, high)])
+    ticks, labels = [low, *inner, high], [number(tick) for tick in (low, *inner, high)]
+    bar.set_ticks([low, high] if ends else ticks, labels=list(ends or labels))
     bar.ax.minorticks_off()
 
 
@@ -219,8 +262,14 @@ def legend(ax: Axes, handles: Sequence[Any] | None = None, beside: str = "") -> 
     if size(ax)[0] >= max(4.2, wide / 1.15):
         options |= {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 4, "borderaxespad": 0.1, "frameon": False}
     else:
-        options |= {"loc": "best", "frameon": True, "framealpha": 0.8, "edgecolor": "none"}
-    ax.legend(fontsize=SMALL, labelcolor=INK, handlelength=1.2, columnspacing=1.2, **options)
+        options |= {
+            "loc": "best",
+            "frameon": True,
+            "framealpha": 0.8,
+            "edgecolor": "none",
+            "facecolor": palette(ax).paper,
+        }
+    ax.legend(fontsize=SMALL, labelcolor=palette(ax).ink, handlelength=1.2, columnspacing=1.2, **options)
 
 
 def number(value: float) -> str:

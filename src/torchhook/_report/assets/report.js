@@ -23,7 +23,9 @@ const detail = new Detail(page, layerAt, (i) => tree.select(i, "click"));
 const tree = new Tree(page.layers, troubles, (i, from) => {
   detail.show(i);
   const address = i ? `#${encodeURIComponent(page.layers[i].path)}` : "#";
-  if (decodeURIComponent(location.hash) !== decodeURIComponent(address)) history.replaceState(null, "", address);
+  // Inside a notebook the page has no address of its own, and browsers refuse to change it.
+  const own = location.protocol !== "about:";
+  if (own && decodeURIComponent(location.hash) !== decodeURIComponent(address)) history.replaceState(null, "", address);
   if (from === "click" && matchMedia("(max-width: 740px)").matches) detail.view.scrollIntoView({ block: "start" });
 });
 

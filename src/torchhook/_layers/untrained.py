@@ -21,8 +21,13 @@ def untrained(index: Index) -> str:
     >>> untrained(Index(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))).partition(":")[0]
     'Random weights'
     """
-    seen = [sign for module in index.distinct.values() if (sign := _as_made(module)) is not None]
-    if not seen or not all(seen):
+    told = False
+    for module in index.distinct.values():
+        made = _as_made(module)
+        if made is False:
+            return ""  # and no other weight is looked at
+        told = told or made is True
+    if not told:
         return ""
     return (
         "Random weights: wherever it can be told, they are still those that the layers were made with. "

@@ -1,0 +1,287 @@
+"""Steps of a generation: which calls of a model belong to one, and where their tokens are in the sequence.
+
+``generate`` calls the model once for the prompt and once for each new token. Its own calls are known by Python's stack,
+on which it stands; those of a loop that somebody wrote, by the cache that goes from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor, nn
+
+from torchhook._core.hooks import Attachable, Attachment, after_call_always
+from torchhook._core.scope import Scope, active
+from torchhook._core.taps import Tap
+from torchhook._core.wiring import Taps
+from torchhook._recording.records import Recording
+from torchhook._recording.steps import Pass, enter, leave
+from torchhook._torch import frames, graph_task, times_running
+from torchhook._torch_compiler import in_trace
+from torchhook._torch_hooks import Undo, put_before
+
+_CACHES = ("past_key_values", "cache_params", "past_key_value", "past", "state")
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+_DEEPEST = 2  # PEFT holds a model that generates two levels below its own
+_WIDEST = 64  # a level with more modules is made of layers
+
+
+def generators(root: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are called again and again while something is generated: mostly the model itself."""
+    found = [root] if _generates(type(root)) or _takes_cache(type(root)) else []
+    level = [root]
+    for _ in range(_DEEPEST):
+        held = (module._modules.values() for module in level if module._modules)
+        level = [child for children in held for child in children if child is not None]
+        if len(level) > _WIDEST:
+            break
+        found += [module for module in level if _generates(type(module))]
+    return found
+
+
+def _generates(kind: type[nn.Module]) -> bool:
+    if not callable(getattr(kind, "generate", None)):
+        return False
+    can = getattr(kind, "can_generate", None)  # of transformers: some have the method and only refuse
+    try:
+        return can is None or bool(can())
+    except TypeError:  # a method of an instance, of somebody else
+        return True
+
+
+def _takes_cache(kind: type[nn.Module]) -> bool:
+    """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
+    forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # A block takes a cache too; that it has grown by then would be read as a later position.
+    return any(name in names for name in _TOKENS) and any(name in names for name in _CACHES)
+
+
+class Place(NamedTuple):
+    """Where in a ``generate`` the model is called from."""
+
+    frame: int
+    prefill: bool
+    beams: bool
+
+
+def place(module: nn.Module) -> Place | None:
+    """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
+    found, prefill, beams = None, False, False
+    for frame in frames(1):
+        name = frame.f_code.co_name
+        if name == "generate":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and (found is None or owner is module):
+                # The outermost of its own: a model that drafts for itself calls it once more inside.
+                found = Place(id(frame), prefill, beams)
+                prefill = False
+        elif "prefill" in name:
+            prefill = True
+        elif "beam" in name:
+            beams = True
+    return found
+
+
+class Given(NamedTuple):
+    """What a call tells of the sequence."""
+
+    tokens: int | None
+    cache: Any
+    position: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        named = [kwargs.get(name) for name in _TOKENS]
+        tokens = next((one for one in (*named, *args[:1]) if isinstance(one, Tensor) and one.dim() > 1), None)
+        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        where = kwargs.get("cache_position")
+        # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
+        position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
+        return cls(None if tokens is None else tokens.shape[1], cache, position)
+
+
+def length(cache: Any) -> Any:
+    """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
+    if isinstance(cache, (tuple, list)):
+        while isinstance(cache, (tuple, list)) and cache:
+            cache = cache[0]
+        return cache.shape[-2] if isinstance(cache, Tensor) and cache.dim() > 2 else None
+    try:
+        found = cache.get_seq_length()
+    except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError):
+        return None
+    return found.clone() if isinstance(found, Tensor) else found
+
+
+def _weak(cache: Any) -> ref[Any] | None:
+    try:
+        return None if cache is None else ref(cache)
+    except TypeError:  # a tuple
+        return None
+
+
+class Steps:
+    """Counts the calls of a session's model, and tells its recording."""
+
+    def __init__(self, recording: Recording, scope: Scope) -> None:
+        self._passes, self._order, self._trim = recording.passes, recording.order, recording.trim_passes
+        self._scope = scope
+        self._running: tuple[nn.Module, Pass] | None = None
+        self._before: Pass | None = None
+        self._place: Place | None = None
+        self._cache: ref[Any] | None = None
+        self._sequences = 0
+        self._trim_at = 1024
+        self._open_end: tuple[Any, Pass] | None = None
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module that generates is called."""
+        if self._scope not in active.get() or graph_task() != -1 or (self._scope.runs_eagerly and in_trace()):
+            return
+        # Asked for by the stack: a pass that was stopped has told nobody of its end.
+        if self._running is not None and self._running[0] is not module and times_running(self._running[0]):
+            return
+        self.settle()
+        self._open_end = None
+        given, here = Given.of(args, kwargs), place(module)
+        now = Pass(next(self._order), position=given.position, tokens=given.tokens)
+        if here is None:
+            self._by_cache(now, given)
+        else:
+            self._by_place(now, given, here)
+        self._before, self._place, self._cache = now, here, _weak(given.cache)
+        if given.tokens != 1 and now.step is not None and self._cache is not None:
+            self._open_end = given.cache, now
+        self._passes.add(now)
+        if len(self._passes) > self._trim_at:
+            self._trim()
+            self._trim_at = 2 * len(self._passes) + 1024
+        self._running = module, now
+        enter(now)
+
+    def end(self, module: nn.Module, output: Any) -> None:
+        """It has run, or raised."""
+        if self._running is not None and self._running[0] is module:
+            now = self._running[1]
+            if self._cache is None:  # the first call of a loop makes the cache that the next one is given
+                self._cache = next((_weak(made) for name in _CACHES if (made := getattr(output, name, None))), None)
+            now.last = next(self._order)
+            self._running = None
+            leave(now)
+
+    def _by_place(self, now: Pass, given: Given, here: Place) -> None:
+        """A call that ``generate`` makes."""
+        before, now.beams = self._before, here.beams
+        if before is not None and before.step is not None and self._goes_on(before, given, here):
+            now.step, now.sequence = before.step + (not here.prefill), before.sequence
+        else:
+            same = self._has_cache(given.cache) and before is not None
+            now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
+            before = before if same else None
+        if given.position is None:  # not asked whether it is 0: that would wait for a GPU
+            now.set_position(0 if given.cache is None else _counted(before))
+
+    def _goes_on(self, before: Pass, given: Given, here: Place) -> bool:
+        """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
+        last = self._place
+        if last is None or last.frame != here.frame or (here.prefill and not last.prefill):
+            return False
+        if given.cache is None:
+            return not here.prefill and (given.tokens or 0) >= (before.tokens or 0)
+        return self._cache is None or self._cache() is given.cache or _weak(given.cache) is None
+
+    def _by_cache(self, now: Pass, given: Given) -> None:
+        """A call in a loop of somebody's own: the cache shows where it stands."""
+        before, same = self._before, self._has_cache(given.cache)
+        if given.cache is None and given.position is None:
+            now.set_position(0)
+            now.sequence = self._new_sequence()
+            return
+        position = None if given.position is None else int(given.position)
+        now.set_position(position)
+        follows = before is not None and position is not None and position > 0 and _counted(before) == position
+        if before is None or position == 0 or not (same or follows):
+            now.step, now.sequence = 0, self._new_sequence()
+            return
+        before.step = before.step or 0  # the first call has no cache yet, and was not known to begin anything
+        now.step, now.sequence = before.step + 1, before.sequence
+        if position is None:
+            now.set_position(_counted(before))
+
+    def _has_cache(self, cache: Any) -> bool:
+        return cache is not None and self._cache is not None and self._cache() is cache
+
+    def _new_sequence(self) -> int:
+        self._sequences += 1
+        return self._sequences
+
+    def settle(self) -> None:
+        """See which tokens of the latest call were taken back: assisted decoding tries several, and may reject some."""
+        if self._open_end is None:
+            return
+        cache, last = self._open_end
+        left, start = length(cache), last.position
+        if left is not None and start is not None and last.tokens is not None:
+            # Of what a call was given, the first token is never taken back; an emptied cache says nothing.
+            last.end = int(left) if start < int(left) < start + last.tokens else None
+
+    def close(self) -> None:
+        """Nothing more will run: let go of the cache."""
+        self.settle()
+        self._open_end = self._cache = None
+        if self._running is not None:
+            leave(self._running[1])
+            self._running = None
+
+
+def _counted(before: Pass | None) -> int | None:
+    """Where the call after another begins."""
+    if before is None:
+        return 0
+    return None if before.position is None or before.tokens is None else before.position + before.tokens
+
+
+class _Enter(Tap):
+    def __init__(self, steps: Steps) -> None:
+        super().__init__("step")
+        self.steps = steps
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        self.steps.begin(module, args, kwargs or {})
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
+
+
+class _Leave(_Enter):
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        self.steps.end(module, output)
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        after_call_always(undo, module, self, first=False)
+
+
+Attached = tuple[nn.Module, Attachable]
+"""A module, and what goes on it."""
+
+
+def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
+    """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
+    modules = generators(taps.root_module)
+    # Who only looks, as a guard does, asks for no steps.
+    if not modules or not (recording.is_open or any(tap.edits for tap in taps.all())):
+        return taps
+    steps = Steps(recording, scope)
+    attachment.defer(steps.close)
+    recording.wait_with(steps.settle)
+    begin, end = _Enter(steps), _Leave(steps)
+    return [*((module, begin) for module in modules), *taps, *((module, end) for module in modules)]

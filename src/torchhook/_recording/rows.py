@@ -1,0 +1,165 @@
+"""What was kept of each call of a site, and which calls a reader means."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchhook._recording import tensor_codecs
+from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.tables import facts, size
+from torchhook._values import tree
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Record:
+    """One kept value: where and when it passed, and the value."""
+
+    site: Site
+    call: int
+    order: int
+    """Its place in the order in which the session kept values."""
+    value: Any
+    step: int | None = None
+    """While a model generates: 0 in the prefill, 1 for the first token after it; ``None`` elsewhere."""
+    position: int | None = None
+    """While a model generates: the index of the call's first token in the sequence, padding included."""
+
+    @property
+    def shape(self) -> str:
+        return tree.describe(self.value)
+
+    @property
+    def dtype(self) -> str:
+        return _common(str(t.dtype).removeprefix("torch.") for t in tree.tensors(self.value))
+
+    @property
+    def device(self) -> str:
+        return _common(str(t.device) for t in tree.tensors(self.value))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(t) for t in tree.tensors(self.value))
+
+    def __repr__(self) -> str:  # without the numbers, which are most of it and seldom meant
+        step = "" if self.step is None else f", step {self.step}"
+        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.shape} {self.dtype} on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.shape}
+        told |= {"dtype": self.dtype, "device": self.device, "memory": size(self.nbytes)}
+        return facts(self.site.shown, {name: value for name, value in told.items() if value is not None})._repr_html_()
+
+
+def _common(texts: Iterator[str]) -> str:
+    return "/".join(dict.fromkeys(texts)) or "-"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        return tensor.nbytes
+    # Sparse tensors have no nbytes, or those of a dense one.
+    return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
+
+
+Row = tuple[int, int, Any]
+"""Call index, place in the order of the session, value."""
+
+
+class Window(list[Row]):
+    """Rows of calls some of which are counted from the last one: what no later call can bring back goes at once."""
+
+    def __init__(
+        self, which: Iterable[Which], limit: int | None = None, ran: int = 0, rows: Iterable[Row] = ()
+    ) -> None:
+        super().__init__(rows)
+        self._which = tuple(which)
+        self._limit = limit
+        self.ran = ran
+        """How many calls there were, whether they were kept or not: the last one is counted from."""
+
+    def append(self, row: Row) -> None:
+        self.ran = max(self.ran, row[0] + 1)
+        super().append(row)
+        # Not from the front alone: gradients come in from the last call to the first.
+        self[:] = [row for row in self if any(_may_mean(which, row[0], self.ran) for which in self._which)]
+
+    def read(self) -> list[Row]:
+        """The rows that are meant if no more calls come."""
+        ran = self.ran
+        found = [row for row in list(self) if any(_means(which, row[0], ran) for which in self._which)]
+        return found if self._limit is None else found[-self._limit :]
+
+    def clear(self) -> None:
+        super().clear()
+        self.ran = 0
+
+    def __reduce__(self) -> Any:
+        return Window, (self._which, self._limit, self.ran, self.read())
+
+
+def _may_mean(which: Which, call: int, ran: int) -> bool:
+    """Whether a call is meant after some have run, or may be when more have."""
+    start, stop = (which.start, which.stop) if isinstance(which, Calls) else (which, None)
+    if isinstance(which, int) and which >= 0:
+        return call == which
+    begins = (start or 0) if start is None or start >= 0 else ran + start
+    return call >= begins and (stop is None or stop < 0 or call < stop)
+
+
+def _means(which: Which, call: int, ran: int) -> bool:
+    """Whether a call is meant when so many have run."""
+    if isinstance(which, Calls):
+        return call in range(ran)[which.start : which.stop]
+    return which is None or call == (which if which >= 0 else ran + which)
+
+
+Rows = list[Row] | deque[Row]
+"""The records of one site; with a limit, a ring buffer of the newest."""
+
+
+def made(limit: int | None, sites: Sequence[Site] = ()) -> Rows:
+    """Rows for what ``sites`` name, which are one site with different calls; the newest ``limit`` of them."""
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
+    if any(site.counts_back for site in sites):
+        return Window((site.call for site in sites), limit)
+    return [] if limit is None else deque(maxlen=limit)
+
+
+def has_rows(rows: Rows) -> bool:
+    """Whether there are any to be read."""
+    return bool(rows.read() if isinstance(rows, Window) else rows)
+
+
+def in_order(rows: Rows) -> list[Row]:
+    """A copy in the order of the calls: others may append meanwhile, and gradients come in from the last one."""
+    return sorted(rows.read() if isinstance(rows, Window) else rows.copy(), key=lambda row: row[:2])
+
+
+def chosen(rows: list[Row], which: Which, ran: int | None = None) -> list[Row]:
+    """The rows of some calls; negative numbers count from the last of ``ran`` calls, or of those that were kept."""
+    if which is None:
+        return rows
+    if ran is not None:
+        return [row for row in rows if _means(which, row[0], ran)]
+    kept = list(dict.fromkeys(row[0] for row in rows))
+    if not isinstance(which, Calls):
+        wanted = kept[which] if -len(kept) <= which < 0 else which
+        return [row for row in rows if row[0] == wanted]
+    ends = Calls(_from_front(kept, which.start), _from_front(kept, which.stop))
+    return [row for row in rows if row[0] in ends]
+
+
+def ran(rows: Rows | None) -> int | None:
+    """How many calls there were, where the last of them count."""
+    return rows.ran if isinstance(rows, Window) else None
+
+
+def _from_front(kept: list[int], end: int | None) -> int | None:
+    return end if end is None or end >= 0 else kept[max(len(kept) + end, 0)]

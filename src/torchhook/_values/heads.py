@@ -1,0 +1,112 @@
+"""Where the heads of an attention lie in a value: a dim of their own, or side by side in one that they share.
+
+What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the value; where the
+two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class NoPart(ValueError):
+    """The part of a value that was asked for cannot be found in it."""
+
+
+class KnownHeads(NamedTuple):
+    """What is known of the heads at a site before any value has passed it."""
+
+    where: str = ""
+    """The module that says it, for errors; empty if none does."""
+    queries: int | None = None
+    """How many heads the queries have."""
+    keys: int | None = None
+    """How many the keys and values have: fewer, where queries share them in groups."""
+    dims: tuple[int, ...] = ()
+    """The sizes that one head may have: queries and values need not have the same."""
+    sections: int | None = None
+    """The size of one of query, key and value, where a projection holds them one after the other and says so."""
+    op: str | None = None
+    """The operation whose value it is."""
+    sinks: bool = False
+    """Whether the softmax is taken over one column more than there are keys."""
+    joined: bool = False
+    """Whether heads lie side by side here: after the projection that makes them, or before the one that joins them."""
+    why_not: str = "the modules around a site are known in a session only"
+    """Why heads do not lie side by side here, or are not known."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many heads a value may have here."""
+        return tuple(dict.fromkeys(count for count in (self.queries, self.keys) if count))
+
+    def __str__(self) -> str:
+        shared = f" and {self.keys} of keys and values" if self.keys not in (None, self.queries) else ""
+        sizes = f" of size {' or '.join(map(str, self.dims))}" if self.dims else ""
+        return f"{self.where} has {self.queries} heads{shared}{sizes}" if self.where else self.why_not
+
+
+UNKNOWN = KnownHeads()
+
+
+class HeadAxis(NamedTuple):
+    """The dim that heads are found in, and how it is split: into ``groups`` × ``heads`` × the size of one."""
+
+    dim: int
+    heads: int
+    groups: int = 1
+    joined: bool = False
+    """Whether the dim has to be split first; else it is the heads' own."""
+
+
+def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
+    """Where the heads are in a value of this shape.
+
+    >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,), joined=True)
+    >>> head_axis((1, 5, 32), known), head_axis((1, 5, 16), known).heads, head_axis((1, 4, 5, 8), known).dim
+    (HeadAxis(dim=2, heads=4, groups=1, joined=True), 2, 1)
+    """
+    if not known.counts:
+        raise NoPart(f"where the heads are cannot be told: {known}. {_NAME_IT}")
+    if len(shape) == 4:
+        return _split(shape, known)
+    if not known.joined:
+        raise NoPart(f"there are no heads in a value of shape {tuple(shape)} here: {known.why_not}. {_NAME_IT}")
+    return _joined(shape, known)
+
+
+_NAME_IT = "Name the dim: heads=edits.along(which, dim=…), with count=… where heads lie side by side in it."
+
+
+def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
+    last, size = len(shape) - 1, shape[-1] if shape else 0
+    for count in known.counts:
+        if any(count * dim == size for dim in known.dims):
+            return HeadAxis(last, count, joined=True)
+    queries = known.queries or 0
+    # GPT-2 splits a fused projection into sections, and says how large they are: heads lie inside of each.
+    section = known.sections or 0
+    if section and size in (2 * section, 3 * section) and any(queries * dim == section for dim in known.dims):
+        return HeadAxis(last, queries, size // section, joined=True)
+    fused = any((queries + 2 * (known.keys or queries)) * dim == size for dim in known.dims)
+    if fused:
+        raise NoPart(
+            f"a fused projection of size {size} may hold each head's query, key and value together, or all queries "
+            "before all keys: its size does not tell. Take the heads after they are split, at the operation "
+            "scaled_dot_product_attention:input or softmax:input."
+        )
+    raise NoPart(f"the last dim of {tuple(shape)} is no number of heads times their size: {known}. {_NAME_IT}")
+
+
+def _split(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
+    fits = {dim: shape[dim] for dim in (1, 2) if shape[dim] in known.counts}
+    # By what these two compute, heads come before queries: whether sizes are equal by chance says nothing then.
+    if known.op in ("scaled_dot_product_attention", "softmax") and 1 in fits:
+        return HeadAxis(1, fits[1])
+    if len(fits) > 1:
+        raise NoPart(f"heads may be dim 1 or dim 2 of {tuple(shape)}: {known}. {_NAME_IT}")
+    if not fits:
+        raise NoPart(f"neither dim 1 nor dim 2 of {tuple(shape)} is a number of heads: {known}. {_NAME_IT}")
+    ((dim, count),) = fits.items()
+    return HeadAxis(dim, count)

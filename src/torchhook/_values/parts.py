@@ -1,0 +1,330 @@
+"""Parts of a value: chosen rows, positions and heads of a tensor, read and written back.
+
+A choice along one dim is an integer, a slice, a list of integers, or a boolean mask; of positions also one line for
+each row, of integers or of booleans. Dims stay: an integer chooses a part of size one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis
+from torchhook._values.value_object import ValueObject
+from torchhook._values.wrappers import faked_like
+
+Which = Any
+"""A choice as users write it: ``int | slice | range | Sequence[int] | Sequence[bool] | Tensor``, or an ``Along``."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Along(ValueObject):
+    """A choice along a dim that is named, of which ``count`` equal pieces may lie side by side in it."""
+
+    room = "edits."
+    which: Any
+    dim: int
+    count: int | None = None
+
+
+# -- what is written ------------------------------------------------------------------------------------------------
+
+
+def choice(which: Which, name: str, lines: bool = False) -> Any:
+    """A choice as it is kept: an integer, a slice, a list of integers, a boolean mask, or ``lines`` of either.
+
+    >>> choice(range(3), "rows"), choice(torch.tensor([4, -1]), "rows"), choice(np.int64(2), "rows")
+    ([0, 1, 2], [4, -1], 2)
+    """
+    if which is None or isinstance(which, slice):
+        return which
+    if isinstance(which, Along):
+        return dataclasses.replace(which, which=choice(which.which, name, lines))
+    if isinstance(which, bool):
+        _refuse(which, name)
+    # Not by operator.index: a tensor or an array of one element has it too, and is a list.
+    if isinstance(which, (int, np.integer)):
+        return int(which)
+    found = _as_tensor(which, name)
+    if found.dim() > (2 if lines else 1) or (found.dim() == 0 and found.dtype == torch.bool):
+        _refuse(which, name, f" of {found.dim()} dims" if found.dim() else "")
+    if found.dtype == torch.bool or found.dim() == 2:
+        return found
+    numbers: int | list[int] = found.tolist()
+    return numbers
+
+
+def _as_tensor(which: Any, name: str) -> Tensor:
+    """The integers or booleans of a choice."""
+    try:
+        found = which.detach().cpu() if isinstance(which, Tensor) else torch.as_tensor(np.asarray(which))
+    except (TypeError, ValueError, RuntimeError):
+        _refuse(which, name)
+    if not found.numel():
+        raise ValueError(f"{name}={which!r} chooses nothing.")
+    if found.is_floating_point() or found.is_complex():
+        _refuse(which, name)
+    return found if found.dtype == torch.bool else found.long()
+
+
+def _refuse(which: Any, name: str, what: str = "") -> NoReturn:
+    lines = ", or a line of these for each row" if name == "positions" else ""
+    raise TypeError(f"{name}={which!r}{what}: give an integer, a slice, a list of integers or a boolean mask{lines}.")
+
+
+# -- what is found --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of tensors of one shape."""
+
+    arranged: Callable[[Tensor], Tensor]
+    """The same memory with heads in a dim of their own, or rows and positions first."""
+    index: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor, as one of its own."""
+        found = self.arranged(tensor)[self.index]
+        return found if any(isinstance(one, Tensor) for one in self.index) else found.clone()
+
+    def put(self, tensor: Tensor, new: Tensor) -> Tensor:
+        """A copy of the tensor with another part; autograd follows both."""
+        result = tensor.clone()
+        self.arranged(result)[self.index] = new
+        return result
+
+    def fitted(self, new: Any, part: Tensor) -> Any:
+        """What belongs to the part of a tensor that was made for the whole; any other is for the part as it is."""
+        if not isinstance(new, Tensor) or new.is_nested or new.dim() != len(self.shape):
+            return new
+        if tuple(new.shape) == self.shape:
+            return self.of(new)
+        # With another number of dims, as heads that were split have, a size may fit both by chance.
+        if part.dim() != len(self.shape) or _fits(new.shape, part.shape) or not _fits(new.shape, self.shape):
+            return new
+        return self.of(new.expand(self.shape))
+
+
+def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(shape, whole, strict=True))
+
+
+def part(
+    tensor: Tensor, rows: Which = None, positions: Which = None, heads: Which = None, known: KnownHeads = UNKNOWN
+) -> Part:
+    """The part of a tensor that is chosen: rows of dim 0, positions of the dim of tokens, heads where they are.
+
+    >>> x = torch.arange(24.0).reshape(2, 3, 4)
+    >>> part(x, positions=-1, heads=Along(1, dim=2, count=2)).of(x)
+    tensor([[[[10., 11.]]],
+    <BLANKLINE>
+    <BLANKLINE>
+            [[[22., 23.]]]])
+    """
+    axis = None if heads is None else _head_axis(tensor, heads, known)
+    added = 0 if axis is None or not axis.joined else 1 + (axis.groups > 1)
+    dims: dict[str, int] = {}
+    if rows is not None or _has_lines(positions):
+        dims["rows"] = _named(rows, tensor, "rows", 0)
+    if positions is not None:
+        dims["positions"] = _named(positions, tensor, "positions", lambda: _position_dim(tensor, axis, known))
+    if (axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1) or len({*dims.values()}) != len(dims):
+        raise NoPart(f"rows, positions and heads have to be different dims of {tuple(tensor.shape)}.")
+    # Splitting a dim moves those that come after it.
+    dims = {name: dim + added * (axis is not None and dim > axis.dim) for name, dim in dims.items()}
+    if axis is not None:
+        dims["heads"] = axis.dim + (axis.joined and axis.groups > 1)
+    shape = list(tensor.shape)
+    if axis is not None and axis.joined:
+        sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, shape[axis.dim] // (axis.groups * axis.heads)]
+        shape[axis.dim : axis.dim + 1] = sizes
+    chosen = {"rows": rows, "positions": positions, "heads": heads}
+    found = {dim: _index(_which(chosen[name]), shape[dim], name, known) for name, dim in dims.items()}
+    split = _identity if axis is None or not axis.joined else _splitting(axis)
+    lines = dims.get("positions") if _has_lines(positions) else None
+    arranged, index = _arranged(found, shape, dims.get("rows"), lines, split)
+    index = tuple(_placed(one, tensor) if isinstance(one, Tensor) else one for one in index)
+    return Part(arranged, index, tuple(tensor.shape))
+
+
+def _which(chosen: Which) -> Any:
+    return chosen.which if isinstance(chosen, Along) else chosen
+
+
+def _has_lines(positions: Which) -> bool:
+    which = _which(positions)
+    return isinstance(which, Tensor) and which.dim() == 2
+
+
+def _placed(index: Tensor, tensor: Tensor) -> Tensor:
+    # torch takes no ordinary tensor beside a fake one, and would wait for one that comes from the host.
+    return faked_like(index.to(tensor.device, non_blocking=True), tensor)
+
+
+def _named(chosen: Which, tensor: Tensor, name: str, default: int | Callable[[], int]) -> int:
+    if not isinstance(chosen, Along):
+        dim = default if isinstance(default, int) else default()
+        if dim >= tensor.dim():
+            raise NoPart(f"{name} would be dim {dim} of a value of shape {tuple(tensor.shape)}.")
+        return dim
+    if chosen.count is not None:
+        raise NoPart(f"count={chosen.count} splits a dim into heads: {name} have one of their own.")
+    return _dim(chosen.dim, tensor)
+
+
+def _dim(dim: int, tensor: Tensor) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise NoPart(f"there is no dim {dim} in a value of shape {tuple(tensor.shape)}.")
+    return dim % tensor.dim()
+
+
+def _head_axis(tensor: Tensor, heads: Which, known: KnownHeads) -> HeadAxis:
+    if not isinstance(heads, Along):
+        return head_axis(tensor.shape, known)
+    dim = _dim(heads.dim, tensor)
+    size = tensor.shape[dim]
+    if heads.count is None:
+        return HeadAxis(dim, size)
+    if heads.count < 1 or size % heads.count:
+        raise NoPart(f"dim {heads.dim} of {tuple(tensor.shape)} cannot be split into {heads.count} heads.")
+    return HeadAxis(dim, heads.count, joined=True)
+
+
+def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads) -> int:
+    """The dim of the tokens: after the rows, unless the heads are there."""
+    dims = tensor.dim()
+    if dims == 3 or (dims == 2 and not tensor.is_floating_point()):  # of (N, D) a feature would be taken for a token
+        return 1
+    if dims == 4:
+        try:
+            axis = head_axis(tensor.shape, known) if axis is None else axis
+        except NoPart as error:
+            raise NoPart(f"which of four dims the positions are is known where the heads are, and {error}") from None
+        if not axis.joined and axis.dim in (1, 2):
+            return 3 - axis.dim
+    raise NoPart(
+        f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(tensor.shape)}. Name the "
+        "dim: positions=edits.along(which, dim=…)."
+    )
+
+
+def _splitting(axis: HeadAxis) -> Callable[[Tensor], Tensor]:
+    sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, -1]
+    return lambda tensor: tensor.unflatten(axis.dim, sizes)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# -- from choices to an index ---------------------------------------------------------------------------------------
+
+
+def _index(which: Any, size: int, name: str, known: KnownHeads) -> slice | Tensor:
+    two = isinstance(which, Tensor) and which.dim() == 2
+    return _lines(which, size, name, known) if two else index(which, size, name, known)
+
+
+def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slice | Tensor:
+    """A choice as a slice that counts from the front, or as the numbers that it stands for.
+
+    >>> index(-1, 5, "keys"), index([3, -5], 5, "keys")
+    (slice(4, 5, None), tensor([3, 0]))
+    """
+    if which is None:
+        return slice(None)
+    if isinstance(which, int):
+        at = _inside([which], size, name, known)[0]
+        return slice(at, at + 1)
+    if isinstance(which, slice):
+        start, stop, step = which.indices(size)
+        # torch has no slices that go backwards.
+        return (
+            slice(start, max(start, stop), step)
+            if step > 0
+            else torch.tensor(range(start, stop, step), dtype=torch.long)
+        )
+    if isinstance(which, list):
+        numbers = _inside(which, size, name, known)
+        if len(set(numbers)) < len(numbers):
+            raise NoPart(f"{name}={which} names one twice among {size}.")
+        return torch.tensor(numbers)
+    return _mask(which, size, name)
+
+
+def _inside(which: Sequence[int], size: int, name: str, known: KnownHeads) -> list[int]:
+    outside = [number for number in which if not -size <= number < size]
+    if outside:
+        shared = f" ({known}: here they are counted as this value has them)" if name == "heads" and known.where else ""
+        raise NoPart(f"{name}={outside[0]} is outside of the {size} that there are{shared}.")
+    return [number % size for number in which]
+
+
+def _mask(mask: Tensor, size: int, name: str) -> Tensor:
+    if len(mask) != size:
+        raise NoPart(f"the mask of {name} has {len(mask)} elements, and there are {size}.")
+    return mask.nonzero().squeeze(1)
+
+
+def _lines(lines: Tensor, size: int, name: str, known: KnownHeads) -> Tensor:
+    if lines.dtype == torch.bool:
+        if lines.shape[1] != size:
+            raise NoPart(f"the mask of {name} is {lines.shape[1]} long, and there are {size}.")
+        return lines
+    for line in lines.tolist():
+        if len(set(_inside(line, size, name, known))) < len(line):
+            raise NoPart(f"{name}={line} names one twice among {size}.")
+    return lines % size
+
+
+def _arranged(
+    found: dict[int, slice | Tensor],
+    shape: Sequence[int],
+    rows: int | None,
+    lines: int | None,
+    split: Callable[[Tensor], Tensor],
+) -> tuple[Callable[[Tensor], Tensor], tuple[Any, ...]]:
+    """How to lay a tensor out, and the index into that."""
+    if not any(isinstance(one, Tensor) for one in found.values()):
+        return split, tuple(found.get(dim, slice(None)) for dim in range(max(found) + 1))
+    numbers = {dim: _numbers(one, shape[dim]) for dim, one in found.items()}
+    for dim in range(max(found)):
+        numbers.setdefault(dim, torch.arange(shape[dim]))
+    if lines is None or rows is None:
+        return split, tuple(_along(one, [dim], len(numbers)) for dim, one in sorted(numbers.items()))
+    given = numbers[lines]
+    if len(given) != shape[rows]:
+        raise NoPart(f"positions have {len(given)} lines, and there are {shape[rows]} rows: give one line for each.")
+    given = given[numbers[rows]]
+    if given.dtype != torch.bool:
+        placed = {dim: _along(one, [dim], len(numbers)) for dim, one in numbers.items() if dim != lines}
+        placed[lines] = _along(given if rows < lines else given.T, sorted((rows, lines)), len(numbers))
+        return split, tuple(placed[dim] for dim in sorted(placed))
+    # Of a mask each row may have another number: rows and positions come first and together, as torch has it.
+    at, positions = given.nonzero().unbind(1)
+    others = [dim for dim in sorted(numbers) if dim not in (rows, lines)]
+    order = [rows, lines, *others, *range(max(numbers) + 1, len(shape))]
+    index = [numbers[rows][at], positions, *(numbers[dim] for dim in others)]
+    places = [[0], [0], *([place] for place in range(1, len(others) + 1))]
+    return lambda tensor: split(tensor).permute(order), tuple(
+        _along(one, place, len(others) + 1) for one, place in zip(index, places, strict=True)
+    )
+
+
+def _numbers(chosen: slice | Tensor, size: int) -> Tensor:
+    return torch.arange(size)[chosen] if isinstance(chosen, slice) else chosen
+
+
+def _along(numbers: Tensor, dims: Sequence[int], total: int) -> Tensor:
+    """Numbers that vary along some dims of an index of ``total`` dims, and are the same along the others."""
+    shape = [1] * total
+    for dim, size in zip(dims, numbers.shape, strict=True):
+        shape[dim] = size
+    return numbers.reshape(shape)

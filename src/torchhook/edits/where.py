@@ -1,0 +1,189 @@
+"""Edits that know where: rows, positions, heads and generation steps of a passing value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from torchhook._recording import steps as passes
+from torchhook._recording.address import Site
+from torchhook._values import parts
+from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
+from torchhook._values.parts import Along, Part, Which
+from torchhook.edits.adapting import Steps, adapt, changes_call, within
+from torchhook.edits.catalogue import At
+from torchhook.edits.changing import change_one, check, refuse_nested
+from torchhook.edits.protocol import CataloguedEdit, Edit, placed
+from torchhook.errors import EditError
+
+
+def only(
+    edit: Any, positions: Which = None, rows: Which = None, heads: Which = None, steps: Which = None
+) -> CataloguedEdit:
+    """Apply an edit, or several in order, to a part of the value; the rest stays as it is, bit for bit.
+
+    >>> import torch
+    >>> from torchhook import edits
+    >>> edits.only(edits.add(1.0), positions=-1)(torch.zeros(1, 3, 2), Site("h.3"))
+    tensor([[[0., 0.],
+             [0., 0.],
+             [1., 1.]]])
+
+    The edit sees the part alone, with all of its dims: ``positions=[1, 4]`` of a value ``x`` is
+    ``x[:, [1, 4]] = edit(x[:, [1, 4]])``. A tensor in the edit may be as large as the part, or as the whole value, of
+    which the same part is taken; so is a recording's. Choices are an integer, a slice, a list of integers or a boolean
+    mask; negative ones count from the end. Where their dim cannot be told, name it with ``along``.
+
+    Args:
+        edit: One of the catalogue, a function of a value, or a list of these.
+        positions: Which tokens of this call: dim 1 of ``(N, T, D)``. A table with a line for each row of the batch
+            chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``, for which the edit sees
+            ``x[mask]``. While a model generates, a call after the first holds the new token alone: add ``steps=0`` for
+            positions of the prompt.
+        rows: Which rows of the batch, dim 0.
+        heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. In the output
+            of a projection that makes heads, and in the input of the one that joins them, they are split off the last
+            dim, and the edit sees ``(N, T, heads, size)``; where query, key and value are in one,
+            ``(N, T, 3, heads, size)``. In values of four dims they are the dim that has as many.
+        steps: Which steps of a generation: 0 is the prompt, 1 the first token after it. A pass outside of one is
+            step 0.
+    """
+    chosen = {
+        "positions": parts.choice(positions, "positions", lines=True),
+        "rows": parts.choice(rows, "rows"),
+        "heads": parts.choice(heads, "heads"),
+        "steps": _checked_steps(parts.choice(steps, "steps")),
+    }
+    if all(which is None for which in chosen.values()):
+        raise ValueError("edits.only needs positions=, rows=, heads= or steps=.")
+    inner = adapt(edit)
+    if changes_call(inner) and any(chosen[name] is not None for name in ("positions", "rows", "heads")):
+        raise ValueError(f"{inner!r} takes its own queries, keys, heads and rows: only(…, steps=) may be around it.")
+    return Only(inner, **chosen)
+
+
+def along(which: Which, dim: int, count: int | None = None) -> Along:
+    """Choose along a dim that is named, where it cannot be told: ``heads=along(3, dim=-1, count=12)``.
+
+    >>> import torch
+    >>> from torchhook import edits
+    >>> first = edits.only(edits.zero(), positions=edits.along(0, dim=0))
+    >>> first(torch.ones(2, 1, 3), Site("sequence_first"))
+    tensor([[[0., 0., 0.]],
+    <BLANKLINE>
+            [[1., 1., 1.]]])
+
+    ``count`` says how many heads lie side by side in the dim; without it, the dim is theirs alone.
+    """
+    return Along(which, int(dim), None if count is None else int(count))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Only(CataloguedEdit):
+    edit: Edit
+    positions: Any = field(default=None, kw_only=True)
+    rows: Any = field(default=None, kw_only=True)
+    heads: Any = field(default=None, kw_only=True)
+    steps: Any = field(default=None, kw_only=True)
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return self.apply(value, site, UNKNOWN)
+
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        return _Placed(replace(self, edit=placed(self.edit, site, known)), known())
+
+    @property
+    def changes_call(self) -> bool:  # type: ignore[override]
+        return changes_call(self.edit)
+
+    @property
+    def _is_of_parts(self) -> bool:
+        return any(which is not None for which in (self.positions, self.rows, self.heads))
+
+    def apply(self, value: Any, site: Site, known: KnownHeads) -> Any:
+        """Edit a value at a site where this much is known of the heads."""
+        # Only who asks for steps looks for one: compiled code cannot.
+        if self.steps is not None and not _is_chosen(self.steps, _step()):
+            return None
+        return self._edited(self.edit, value, site, known) if self._is_of_parts else self.edit(value, site)
+
+    def _edited(self, edit: Edit, value: Any, site: Site, known: KnownHeads) -> Any:
+        # Leaves are found first: parts are those of one tensor.
+        if isinstance(edit, At):
+            return At(edit.leaf, lambda leaf, site: self._edited(edit.edit, leaf, site, known))(value, site)
+        if isinstance(edit, Steps):
+            steps = tuple(_Here(self, step, known) for step in edit.steps)
+            return Steps(steps)(value, site)
+        return change_one(lambda tensor: self._changed(edit, tensor, site, known), value, site, "only")
+
+    def _changed(self, edit: Edit, tensor: Tensor, site: Site, known: KnownHeads) -> Tensor:
+        refuse_nested(tensor, site, "only")
+        part = self._part(tensor, site, known)
+        seen = part.of(tensor)
+        new = within(edit, part, tensor)(seen, site)
+        if new is None:  # a function may have written to what it was given
+            new = seen
+        check(seen, new, site)
+        return part.put(tensor, new)
+
+    def _part(self, tensor: Tensor, site: Site, known: KnownHeads) -> Part:
+        try:
+            return parts.part(tensor, self.rows, self.positions, self.heads, known)
+        except NoPart as error:
+            later = self.steps is None and self.positions is not None and _step() > 0
+            hint = f" This is step {_step()} of a generation: say steps=0 for the prompt." if later else ""
+            raise EditError(f"{site.shown}: edits.only: {error}{hint}") from None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Placed(CataloguedEdit):
+    """The edit of a part in a session, where the modules around are known."""
+
+    edit: Only
+    known: KnownHeads
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return self.edit.apply(value, site, self.known)
+
+    @property
+    def changes_call(self) -> bool:  # type: ignore[override]
+        return self.edit.changes_call
+
+    def __repr__(self) -> str:
+        return repr(self.edit)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Here(CataloguedEdit):
+    """One of several edits of the same part."""
+
+    where: Only
+    edit: Edit
+    known: KnownHeads
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return self.where._edited(self.edit, value, site, self.known)
+
+
+def _step() -> int:
+    now = passes.current()
+    return 0 if now is None else now.step or 0
+
+
+def _checked_steps(steps: Any) -> Any:
+    ends = (steps.start, steps.stop) if isinstance(steps, slice) else steps if isinstance(steps, list) else (steps,)
+    if isinstance(steps, (Tensor, Along)):
+        raise TypeError("steps=: give an integer, a slice or a list of integers.")
+    if any(end is not None and end < 0 for end in ends) or (isinstance(steps, slice) and (steps.step or 1) < 1):
+        raise ValueError(f"steps={steps!r}: the last step is not known while a model generates; count from 0.")
+    return steps
+
+
+def _is_chosen(steps: int | slice | list[int], step: int) -> bool:
+    if isinstance(steps, slice):
+        start, stop = steps.start or 0, steps.stop
+        return step >= start and (stop is None or step < stop) and (step - start) % (steps.step or 1) == 0
+    return step in steps if isinstance(steps, list) else step == steps

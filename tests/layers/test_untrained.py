@@ -1,0 +1,48 @@
+"""Whether a model still has the weights that it was made with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.report.nets import Photo, Text
+from torchhook import demo
+from torchhook._core.index import Index
+from torchhook._layers.api import untrained
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+
+
+@pytest.mark.parametrize("build", [gpt2, Photo, Text, lambda: nn.Sequential(nn.Linear(16, 16))])
+def test_random_weights_are_said(build: object) -> None:
+    model = build()  # type: ignore[operator]
+    assert untrained(Index(model)).startswith("Random weights")
+
+
+def test_a_few_steps_of_training_end_the_random_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+    assert untrained(Index(model)) == ""
+
+
+def test_trained_weights_have_no_banner() -> None:
+    assert untrained(Index(demo.efficientnet_lite0())) == ""
+    assert untrained(Index(nn.Sequential(nn.ReLU()))) == ""  # nothing that could tell
+
+
+def test_a_trained_backbone_with_a_new_head_has_no_banner() -> None:
+    model = Photo()
+    with torch.no_grad():
+        model.stem[1].weight.uniform_(0.5, 1.5)
+    assert untrained(Index(model)) == ""

@@ -1,0 +1,133 @@
+"""Joining the values of several calls: batches, and the calls of a generation by their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchhook._recording.address import Site
+from torchhook._recording.records import Recording
+from torchhook._recording.steps import Pass
+
+
+def recording(*calls: tuple[Any, Pass | None]) -> Recording:
+    """A recording made by hand: the value of each call, and the pass it was in."""
+    made = Recording("Net")
+    for call, (value, passed) in enumerate(calls):
+        if passed is not None:
+            passed.first = next(made.order)
+            made.passes.add(passed)
+        made.opened(Site("h")).append((call, next(made.order), value))
+        if passed is not None:
+            passed.last = next(made.order)
+    return made
+
+
+def at(position: int | None, tokens: int | None, step: int = 0, sequence: int = 1) -> Pass:
+    return Pass(0, step=step, position=position, tokens=tokens, sequence=sequence)
+
+
+def tokens(*numbers: int) -> Tensor:
+    return torch.tensor([numbers, numbers], dtype=torch.float32)
+
+
+def test_batches_are_joined_on_their_rows_and_on_any_other_dim() -> None:
+    rec = recording((torch.zeros(2, 3), None), (torch.ones(1, 3), None))
+    assert rec.cat("h").shape == (3, 3)
+    rec = recording((torch.zeros(2, 3), None), (torch.ones(2, 1), None))
+    assert rec.cat("h", dim=1).shape == rec.cat("h", dim=-1).shape == (2, 4)
+    with pytest.raises(ValueError, match=r"h: cannot concatenate \(2, 3\), \(2, 1\) on dim 0; use rec.all\('h'\)"):
+        rec.cat("h")
+    with pytest.raises(ValueError, match="on dim 2"):
+        rec.cat("h", dim=2)
+
+
+def test_a_generation_on_the_wrong_dim_says_which_is_right() -> None:
+    rec = recording((tokens(1, 2), at(0, 2)), (tokens(3), at(2, 1, 1)))
+    with pytest.raises(ValueError, match=r"on dim 0; rec\.cat\('h', dim=1\) joins the tokens of a generation"):
+        rec.cat("h")
+    assert rec.cat("h", dim=1)[0].tolist() == rec.cat("h", dim=-1)[0].tolist() == [1, 2, 3]
+
+
+def test_the_last_call_that_has_a_position_has_its_value() -> None:
+    rec = recording(
+        (tokens(0, 1, 2, 3), at(0, 4)),
+        (tokens(20, 30, 40), at(2, 3, 1)),
+        (tokens(300), at(3, 1, 2)),
+        (tokens(400, 500), at(4, 2, 3)),
+    )
+    assert rec.cat("h", dim=1)[0].tolist() == [0, 1, 20, 300, 400, 500]
+    assert rec.cat("h#1:", dim=1)[0].tolist() == [20, 300, 400, 500]
+    assert [r.position for r in rec.records("h")] == [0, 2, 3, 4]
+
+
+def test_what_was_taken_back_in_the_end_is_left_out() -> None:
+    last = at(2, 3, 1)
+    last.end = 4
+    rec = recording((tokens(0, 1), at(0, 2)), (tokens(2, 3, 4), last))
+    assert rec.cat("h", dim=1)[0].tolist() == [0, 1, 2, 3]
+
+
+def test_every_leaf_is_cut_and_nothing_else() -> None:
+    value = {"a": tokens(1, 2, 3), "b": (tokens(4, 5, 6), "word")}
+    rec = recording((value, at(0, 3)), ({"a": tokens(9), "b": (tokens(8), "word")}, at(1, 1, 1)))
+    joined = rec.cat("h", dim=1)
+    assert joined["a"][0].tolist() == [1, 9]
+    assert joined["b"][0][0].tolist() == [4, 8]
+    assert joined["b"][1] == "word"
+
+
+def test_values_that_do_not_hold_the_tokens_there_are_joined_while_nothing_is_overwritten() -> None:
+    rec = recording((tokens(7), at(0, 3)), (tokens(8), at(3, 1, 1)))  # logits of the last token alone
+    assert rec.cat("h", dim=1)[0].tolist() == [7, 8]
+    rec = recording((tokens(7), at(0, 3)), (tokens(8), at(2, 1, 1)))
+    with pytest.raises(ValueError, match=r"a call with 3 tokens has a value of shape \(2, 1\), so dim 1 does not hold"):
+        rec.cat("h", dim=1)
+
+
+def test_positions_that_are_not_known_leave_the_calls_as_they_are() -> None:
+    rec = recording((tokens(1, 2), at(None, None)), (tokens(3), at(None, 1, 1)))
+    assert rec.cat("h", dim=1)[0].tolist() == [1, 2, 3]
+
+
+def test_a_layer_that_runs_twice_in_a_call_is_no_sequence() -> None:
+    rec = recording((tokens(1, 2), at(0, 2)))
+    rec.passes.latest.last = 9
+    rec.opened(Site("h")).append((1, next(rec.order), tokens(3, 4)))
+    with pytest.raises(ValueError, match="ran several times in one call of the model"):
+        rec.cat("h", dim=1)
+    assert rec.cat("h").shape == (4, 2)
+
+
+def test_sequences_are_not_joined_to_one() -> None:
+    rec = recording((tokens(1), at(0, 1)), (tokens(2), at(1, 1, 1)), (tokens(3), at(0, 1, 0, 2)))
+    with pytest.raises(ValueError, match=r"several sequences.*'h#0:2', 'h#2:3'"):
+        rec.cat("h", dim=1)
+    assert rec.cat("h").shape == (6, 1)  # as rows, they are what they always were
+    assert rec.cat("h#2:", dim=1)[0].tolist() == [3]
+
+
+def test_beams_are_followed_row_by_row() -> None:
+    rows = [torch.arange(4.0).reshape(4, 1) + 10 * step for step in range(3)]
+    passes = [at(step, 1, step) for step in range(3)]
+    for one in passes:
+        one.beams = True
+    rec = recording(*zip(rows, passes, strict=True))
+    beams = torch.tensor([[0, 1, 3], [2, 2, -1]])
+    assert rec.cat("h", dim=1, beams=beams).tolist() == [[0, 11, 23], [2, 12, 0]]
+    assert rec.cat("h", dim=1, beams=beams[:, :2]).tolist() == [[0, 11], [2, 12]]
+    assert rec.cat("h#0", dim=1).shape == (4, 1)
+    for wrong in (torch.zeros(3), torch.zeros(2, 2), [0, 1]):
+        with pytest.raises(ValueError, match="beams= takes the beam_indices that generate returns"):
+            rec.cat("h", dim=1, beams=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beams= is for the calls of a generation"):
+        recording((rows[0], None)).cat("h", dim=1, beams=beams)
+
+
+def test_a_row_that_is_not_there_is_named() -> None:
+    rec = recording((torch.zeros(2, 1), at(0, 1)))
+    with pytest.raises(ValueError, match=r"beams= names row 5, and a value there has 2 rows"):
+        rec.cat("h", dim=1, beams=torch.tensor([[5]]))
