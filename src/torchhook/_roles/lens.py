@@ -29,6 +29,7 @@ def lens(
 ) -> Lens:
     """What the model would say if it stopped at each value of the stream that was recorded.
 
+    >>> import torch
     >>> from torchhook import capture, roles
     >>> class Block(nn.Module):
     ...     def __init__(self):

@@ -28,7 +28,7 @@ def roles(model: nn.Module, inputs: Any = None, *, table: Mapping[str, str] | No
     ...         return x + self.ff(x)
     >>> model = nn.Sequential(Block(), Block())
     >>> roles(model, torch.randn(2, 3, 4))["@mlp_out.1"]
-    '1.ff.3'
+    '1.ff'
 
     Each name is found by what flows where in one pass, and proven on several: sums must come out, and must go on to
     come out while the values at these very sites are changed. What cannot be proven is refused, with what was tried.
