@@ -209,6 +209,12 @@ def _manager(model: nn.Module, folder: Path) -> None:
     manager.clear_hooks()
 
 
+def _lens(model: nn.Module, folder: Path) -> None:
+    # It has no blocks to look at, which is known when it has run.
+    with pytest.raises(th.errors.SelectorError, match="no lens"):
+        th.lens(model, th.types.Recording(), inputs=X)
+
+
 RUNS: dict[str, Callable[[nn.Module, Path], object]] = {
     "capture": _capture,
     "edit": _edit,
@@ -230,6 +236,8 @@ RUNS: dict[str, Callable[[nn.Module, Path], object]] = {
     "sweep": lambda model, folder: th.sweep(
         model, X, X + 1, lambda output: output[0, 0], sites="body", dim=None, progress=False
     ),
+    "roles": lambda model, folder: th.roles(model, X),
+    "lens": _lens,
     "extract": lambda model, folder: th.extract(model, X, "body", folder / "features", progress=False),
 }
 

@@ -1,10 +1,10 @@
 """See, keep and change everything that flows through a PyTorch model.
 
-see what there is    layers, ops: modules and operations, with their addresses and shapes
+see what there is    layers, ops: modules and operations, with their addresses and shapes; roles: standard names
 keep values          capture, run; load opens a recording that was saved
 change values        edit; clip_gradients; sweep patches one site after the other; save_edits, load_edits
 find what is wrong   guard: the first NaN; watch: statistics while training; diff: where two runs part
-explain an output    attention, rollout, cam; plot draws; report: all of it on one page
+explain an output    attention, rollout, cam, lens; plot draws; report: all of it on one page
 whole data sets      extract writes features to disk, open_features reads them; stream shuffles tokens; statistics
 names of older code  HookManager, Hook, FeatureLayer, FeatureLayers, FeatureExtractor, VerboseExecution,
                      get_layer_candidates, gradient_clipper, count_parameters, model_summary
@@ -38,6 +38,7 @@ from torchhook._guard.api import guard
 from torchhook._layers.api import layers, ops
 from torchhook._recording.records import load
 from torchhook._report.api import report
+from torchhook._roles.api import lens, roles
 from torchhook._statistics import statistics
 from torchhook._stream import stream
 from torchhook._sweep.api import sweep
@@ -69,6 +70,7 @@ __all__ = [
     "gradient_clipper",
     "guard",
     "layers",
+    "lens",
     "load",
     "load_edits",
     "model_summary",
@@ -76,6 +78,7 @@ __all__ = [
     "ops",
     "plot",
     "report",
+    "roles",
     "rollout",
     "run",
     "save_edits",

@@ -13,10 +13,12 @@ from torchhook._features.api import Features, TokenLoader, Tokens
 from torchhook._guard.api import Finding, Guard
 from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff
+from torchhook._recording.lenses import Lens
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.statistics import SiteStatistics, Statistics
 from torchhook._recording.sweeps import Sweep
 from torchhook._report.api import PagePath
+from torchhook._roles.api import Roles
 from torchhook._stream import TokenStream
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 
@@ -31,9 +33,11 @@ __all__ = [
     "GradientClip",
     "Guard",
     "ImageFolder",
+    "Lens",
     "PagePath",
     "Record",
     "Recording",
+    "Roles",
     "Session",
     "Site",
     "SiteStatistics",

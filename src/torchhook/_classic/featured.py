@@ -123,6 +123,14 @@ class Featured(Facade):
                     f"{name!r}: with attach=True a feature is one call, counted from the first: "
                     f"'{target.site.every_call.but(call=1).shown}'."
                 )
+            if target.site.leaf or (target.site.op or "").endswith(")"):
+                raise SelectorError(
+                    f"{name!r} is {target.site.place.shown!r}: attach=True takes whole values, and counts nothing. "
+                    "Leave it out, or take the layer itself."
+                )
+        # By their own addresses: of one place there is one hook, whatever names it has.
+        wanted = [Wanted(name, target._replace(site=target.site.place)) for name, target in wanted]
+        changes = [(target._replace(site=target.site.place), change) for target, change in changes]
         for target, _ in changes:
             if target.site.call is not None:
                 raise SelectorError(

@@ -8,6 +8,7 @@ pass as quickly as can be.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -139,11 +140,17 @@ class SiteListener(Listener):
         self._modules: dict[int, nn.Module] = {}
         self._names: set[str] = set()
         self._heard = False
+        # Where "add(1)" is asked for: how often each operation came in the call of its module that is on its way.
+        self._counted: set[tuple[int, str]] = set()
+        self._counts: dict[int, list[Counter[str]]] = {}
 
     def tap(self, module: nn.Module, name: str, path: str, inward: bool) -> Tap:
         """What the inputs or outputs of an operation in a module pass."""
         self._modules[id(module)] = module
-        self._names.add(name)
+        plain = _NUMBERED.sub("", name)
+        self._names.add(plain)
+        if plain != name:
+            self._counted.add((id(module), plain))
         return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
 
     def taps(self) -> Iterator[Tap]:
@@ -180,24 +187,50 @@ class SiteListener(Listener):
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
         return current if module is None or id(module) in self._modules else module
 
+    def enter(self, module: nn.Module) -> None:
+        super().enter(module)
+        if self._counted:
+            self._counts.setdefault(id(module), []).append(Counter())
+
+    def leave(self, module: nn.Module) -> None:
+        super().leave(module)
+        if self._counted and (counts := self._counts.get(id(module))):
+            counts.pop()
+
+    def unwind(self, depth: int) -> None:
+        super().unwind(depth)
+        if not depth:
+            self._counts.clear()
+
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tap = self._inputs.get((id(module), name))
-        if tap is None:
-            return args, kwargs
-        self._heard = True
-        _check_recomputable(tap, name)
-        passing = as_value(args, kwargs)
-        value = tap.take(passing)
-        return (args, kwargs) if value is passing else as_arguments(value)
+        for tap in self._taps_of(self._inputs, module, name):
+            _check_recomputable(tap, name)
+            passing = as_value(args, kwargs)
+            value = tap.take(passing)
+            if value is not passing:
+                args, kwargs = as_arguments(value)
+        return args, kwargs
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         super().after(name, module, output, args, kwargs)
-        tap = self._outputs.get((id(module), name))
-        if tap is None:
-            return output
-        self._heard = True
+        for tap in self._taps_of(self._outputs, module, name):
+            output = self._taken(tap, name, output, args, kwargs)
+        if (id(module), name) in self._counted and (counts := self._counts.get(id(module))):
+            counts[-1][name] += 1
+        return output
+
+    def _taps_of(self, taps: dict[tuple[int, str], Tap], module: nn.Module, name: str) -> list[Tap]:
+        """Those of an operation, and of its place among its like in this call of the module."""
+        found = [tap] if (tap := taps.get((id(module), name))) is not None else []
+        if (id(module), name) in self._counted and (counts := self._counts.get(id(module))):
+            numbered = taps.get((id(module), f"{name}({counts[-1][name]})"))
+            found += [numbered] if numbered is not None else []
+        self._heard = self._heard or bool(found)
+        return found
+
+    def _taken(self, tap: Tap, name: str, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_recomputable(tap, name)
         value = tap.take(output, (args, kwargs))
         written = kwargs.get("out", args[0] if args else None)
@@ -205,6 +238,9 @@ class SiteListener(Listener):
             # The model may go on with the tensor that was written to, and not with what the operation returns.
             return output.copy_(value)
         return value
+
+
+_NUMBERED = re.compile(r"\([0-9]+\)$")
 
 
 def _check_recomputable(tap: Tap, name: str) -> None:

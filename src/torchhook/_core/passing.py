@@ -23,7 +23,7 @@ from torchhook._values import tree
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.padding import knowing
 from torchhook._values.tree import Inputs
-from torchhook.errors import SessionError
+from torchhook.errors import SelectorError, SessionError
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -65,6 +65,21 @@ def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
             look(value, call)
 
     return keep_some
+
+
+def of_leaf(site: Site, look: Look) -> Look:
+    """Looks at the one part of a value that a site names."""
+    if not site.leaf:
+        return look
+
+    def look_at_leaf(value: Any, call: int) -> None:
+        try:
+            part = tree.get(value, site.leaf)
+        except KeyError as error:
+            raise SelectorError(f"{site.shown!r}: {error.args[0]}.") from None
+        look(part, call)
+
+    return look_at_leaf
 
 
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
@@ -119,7 +134,8 @@ def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> edits.
     change = edits.adapt(edit)
     if not own_threads and edits.asks_step(change):
         raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
-    return edits.placed(change, target.site, heads_at(index, target))
+    change = edits.placed(change, target.site, heads_at(index, target))
+    return edits.at(target.site.leaf, change) if target.site.leaf else change
 
 
 def editor(site: Site, edit: edits.Edit) -> Edit:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from torchhook._core import naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
 from torchhook._recording.address import PORTS, Calls, Site, parse, readings
 from torchhook.errors import SelectorError, suggestion
@@ -49,7 +50,7 @@ def resolve(
     for target in _choose(index, selectors, port):
         site, module, tensor = target
         identity = id(module) if tensor is None else _identity(target)
-        chosen.setdefault((identity, site.op, site.call, site.port), target)
+        chosen.setdefault((identity, site.op, site.call, site.port, site.leaf, site.role), target)
     if exclude is not None:
         excluded = _choose(index, exclude, "output")
         left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
@@ -71,6 +72,8 @@ def _choose(index: Index, selector: Any, port: str) -> Iterable[Target]:
         module = index.find(selector, index.followed)
         if module is not None and is_callable(module):  # an exact name, as most are
             return (_new(Target, (_site(selector, port), module, None)),)
+        if selector.startswith("@"):
+            return [t for site in naming.sites(index.root, selector, port) for t in _by_site(index, site)]
         return _by_text(index, selector, port)
     if isinstance(selector, (list, tuple, set, frozenset)):
         if not selector:
@@ -153,15 +156,14 @@ def _some(index: Index, found: Found, site: Site, what: str, text: str) -> Itera
     if not running:
         paths = ", ".join(repr(path) for path, _ in found[:4])
         raise SelectorError(f"{what} matches only containers that are never called: {paths}.")
-    _, op, call, port = site.parts
-    whole = op is None and call is None
+    whole = site.op is None and site.call is None and not site.leaf
     for path, module in running:
-        yield Target(_site(path, port) if whole else Site(path, op, call, port), module)
+        yield Target(_site(path, site.port) if whole else site.but(path=path), module)
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     site = _parsed(index, text)
-    if site.port == "output" and not text.endswith(":output"):
+    if site.port == "output" and not site.leaf and not text.endswith(":output"):
         site = site.but(port=port)
     if not is_glob(site.path) or _exact(index, site) is not None:
         yield from _by_site(index, site)
@@ -285,6 +287,8 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
         yield from more()
         if (root := model()) is None:
             return
+        for role, path in naming.plain(root):
+            yield from ((role, path), (path, role))
         walked = Index(root)
         for path in paths:
             module, tensor = walked.find(path), walked.find_tensor(path)

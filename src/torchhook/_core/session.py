@@ -102,7 +102,8 @@ class Session(Shown):
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
         select.refuse_counting_back(target.site, "whoever looks")
-        self._taps.of(target).add_look(passing.only_look(target.site, look, self._seen))
+        look = passing.only_look(target.site, passing.of_leaf(target.site, look), self._seen)
+        self._taps.of(target).add_look(look)
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
@@ -124,7 +125,8 @@ class Session(Shown):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
             recorder = passing.checked(units.checked(site) if units else None, recorder)
-            recorder = passing.only_keep(calls, passing.knowing_padding(padding, site.path, recorder), self._seen)
+            recorder = passing.of_leaf(site, passing.knowing_padding(padding, site.path, recorder))
+            recorder = passing.only_keep(calls, recorder, self._seen)
             for other in others:
                 taps.of(other)
             if before_edits:

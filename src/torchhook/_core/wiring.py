@@ -142,7 +142,7 @@ class Taps:
     def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int], task: int) -> bool:
         """Have what passes a target kept, where a tap that does nothing else will do; ``task`` is the backward pass."""
         site, module, tensor = target
-        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
+        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None or site.leaf:
             return False
         outputs, key = self._outputs, id(module)
         if key in outputs or site in self.targets:

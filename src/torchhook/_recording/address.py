@@ -1,7 +1,8 @@
-"""Sites and their addresses: ``path[/op][#call][:port]``.
+"""Sites and their addresses: ``path[/op][#call][:port[.leaf]]``.
 
 A site is a place where a value passes: a module's path in the model, optionally an operation inside
-it, optionally one call or some of them, and a port. A site is its address: a string that knows its parts.
+it, optionally one call or some of them, a port, and optionally one leaf of the value. A site is its address: a string
+that knows its parts. One that was chosen by a standard name (``@resid_post.3``) has that name for its text.
 """
 
 from __future__ import annotations
@@ -59,26 +60,44 @@ class Site(str):
     op: str | None
     call: Which
     port: str
-    __slots__ = ("call", "op", "path", "port")
+    leaf: str
+    """The part of a nested value that is meant, as ``edits.at`` names it; empty for all of it."""
+    role: str
+    """The standard name by which it was chosen; empty for most."""
+    __slots__ = ("call", "leaf", "op", "path", "port", "role")
 
-    def __new__(cls, path: str, op: str | None = None, call: Which = None, port: str = "output") -> Site:
+    def __new__(
+        cls,
+        path: str,
+        op: str | None = None,
+        call: Which = None,
+        port: str = "output",
+        leaf: str = "",
+        role: str = "",
+    ) -> Site:
         text = path
-        if op is not None:
+        if role:
+            text = role
+        elif op is not None:
             text = f"{text}/{op}"
         if call is not None:
             text = f"{text}#{call}"
-        if port != "output":
-            text = f"{text}:{port}"
+        if port != "output" or leaf:
+            text += _role_suffix(port) if role else f":{port}.{leaf}" if leaf else f":{port}"
         site = str.__new__(cls, text)
         site.path = path
         site.op = op
         site.call = call
         site.port = port
+        site.leaf = leaf
+        site.role = role
         return site
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Site):  # a module's own name may look like an address with a port
-            return self.parts == other.parts
+            if self.role or other.role:
+                return str.__eq__(self, other)
+            return self.parts == other.parts and self.leaf == other.leaf
         return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
 
     # str has a __ne__ of its own, which Python would take before the opposite of __eq__.
@@ -94,7 +113,7 @@ class Site(str):
 
     # Else a copy would be made of the text alone, and take all of it for the path.
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.parts
+        return (*self.parts, self.leaf, self.role)
 
     @property
     def parts(self) -> tuple[str, str | None, Which, str]:
@@ -137,7 +156,20 @@ class Site(str):
         >>> Site("fc").but(port="grad")
         'fc:grad'
         """
-        return Site(**{"path": self.path, "op": self.op, "call": self.call, "port": self.port, **parts})
+        own = {"path": self.path, "op": self.op, "call": self.call, "port": self.port}
+        return Site(**{**own, "leaf": self.leaf, "role": self.role, **parts})
+
+    @property
+    def place(self) -> Site:
+        """The same site under its own address, where a standard name stands for it."""
+        return self.but(role="") if self.role else self
+
+
+def _role_suffix(port: str) -> str:
+    """A standard name means one value, wherever that is read: its port only tells the value from its gradient."""
+    if port in ("output", "input"):
+        return ""
+    return ":grad" if port == "grad_input" else f":{port}"
 
 
 def shown(address: str) -> str:
@@ -189,13 +221,15 @@ def readings(address: str) -> Iterator[Site]:
     yield Site(address)
     rest, port = address, "output"
     head, colon, tail = address.rpartition(":")
-    if colon and tail in PORTS:
-        rest, port = head, tail
-        yield Site(rest, port=port)
+    leaf = ""
+    if colon and tail.partition(".")[0] in PORTS:
+        rest = head
+        port, _, leaf = tail.partition(".")
+        yield Site(rest, port=port, leaf=leaf)
     call: Which = None
     if match := _CALL.fullmatch(rest):
         rest, call = match[1], _which(match[2])
-        yield Site(rest, call=call, port=port)
+        yield Site(rest, call=call, port=port, leaf=leaf)
     head, slash, op = rest.rpartition("/")
     if slash and op:
-        yield Site(head, op=op, call=call, port=port)
+        yield Site(head, op=op, call=call, port=port, leaf=leaf)

@@ -331,10 +331,10 @@ class Recording:
         recording.recomputed = dict(about["recomputed"])
         recording.stopped = about.get("stopped", "")  # older files do not say
         for (place, op, port), calls in about.get("windows", ()):
-            recording._rows[Site(place, op, None, port)] = Window([None], ran=calls)
+            recording._rows[_site(place, op, port)] = Window([None], ran=calls)
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):
             # They were saved in their order, and are counted anew.
-            recording.opened(Site(place, op, None, port)).append((call, next(recording.order), value))
+            recording.opened(_site(place, op, port)).append((call, next(recording.order), value))
         recording.passes.read(**about.get("steps", {"passes": [], "runs": []}))  # older files have none
         return recording
 
@@ -368,8 +368,15 @@ def _listed(sites: list[Site]) -> str:
 
 
 def _plain(site: Site) -> list[Any]:
-    # Its parts, not its text: a module's name may look like an address.
-    return [site.path, site.op, site.port]
+    # Its parts, not its text: a module's name may look like an address. A standard name needs no model to be read by.
+    if site.role:
+        return [site.role, None, str(site.every_call).removeprefix(site.role).removeprefix(":") or "output"]
+    return [site.path, site.op, f"{site.port}.{site.leaf}" if site.leaf else site.port]
+
+
+def _site(path: str, op: str | None, port: str) -> Site:
+    port, _, leaf = port.partition(".")
+    return Site(path, op, None, port, leaf)
 
 
 def load(path: str | os.PathLike[str]) -> Recording:

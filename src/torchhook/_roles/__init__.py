@@ -1,0 +1,3 @@
+"""Standard names for the places of a transformer. Enter at ``api``: ``trace`` says what flowed where, ``chain`` finds
+the blocks, ``branches``, ``attention``, ``experts`` and ``ends`` what is in and around them, ``proof`` tries all of it.
+"""

@@ -1,0 +1,176 @@
+"""Trying every claim: on several inputs, and while each named value is changed on its way.
+
+A place may hold the right value without being the right place: a copy that nothing is made of. So values are moved at
+the very sites that a user will read and edit, and what must follow from the moved value has to follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchhook._core import calling
+from torchhook._core.index import Index
+from torchhook._core.keep import Keep
+from torchhook._core.select import resolve
+from torchhook._core.session import Session
+from torchhook._recording.address import Site
+from torchhook._roles.claims import Claim, Values
+from torchhook._values.tree import Inputs
+
+Edit = Callable[[Tensor], Tensor]
+
+
+class Judge:
+    """Runs a model on probes, and keeps what was shown to be wrong."""
+
+    def __init__(
+        self, model: nn.Module, probes: list[tuple[str, Inputs]], restore: Callable[[], None], sites: Mapping[str, Site]
+    ) -> None:
+        self._model, self._probes, self._restore = model, probes, restore
+        self._index = Index(model)
+        self._sites = sites
+        self.wrong: dict[str, str] = {}
+        """Names that are refused, each with what was tried and what came of it."""
+        self.tried: set[str] = set()
+        """Names for which something was shown to hold."""
+        self._broken: set[int] = set()
+
+    def tokenwise(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
+        """Try what is claimed of feed-forward parts, while all tokens but one of what they are made from change."""
+        for name, (before, claim) in claims.items():
+            if before in self.wrong:
+                self.wrong.setdefault(name, f"{claim.text}: that cannot be shown, because @{before} is refused.")
+        tried = {name: pair for name, pair in claims.items() if name not in self.wrong}
+        if not tried:
+            return
+        read = [claim for _, claim in tried.values()]
+        befores = list(dict.fromkeys(before for before, _ in tried.values()))
+        one, other = (
+            self._run(self._probes[0][1], read, {self._sites[name]: _with_one_token(name, run) for name in befores})
+            for run in ("once", "again")
+        )
+        lost = {site for site in one if one[site] is None or other[site] is None}
+        values = {site: None if site in lost else (one[site], other[site]) for site in one}
+        for name, (_, claim) in tried.items():
+            if (why := _tested(claim, values)) is not None:
+                self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
+
+    def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
+        """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
+        for how, probe in self._probes if claims else ():
+            try:
+                values = self._run(probe, claims, {})
+            except Exception:
+                if not how:
+                    raise
+                continue  # a way to call it that was ours, not the user's, and is not the model's
+            for claim in claims:
+                why = _tested(claim, values)
+                names = [*claim.inputs, *claim.results]
+                # What did not run is at fault alone; what goes with it is only left without this proof.
+                absent = [name for name in names if name in self._sites and values.get(self._sites[name]) is None]
+                if why is None:
+                    self.tried.update(names)
+                    continue
+                self._broken.add(id(claim))
+                if claim.founds:
+                    self._refuse_stack(claim, why)
+                for name in absent or names:
+                    if not spared(name):
+                        self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
+
+    def _refuse_stack(self, claim: Claim, why: str) -> None:
+        """What stands on the stream is no norm: then it is no stream of sums, and nothing of it has a standard name."""
+        prefix = claim.results[0].rpartition(".")[0].rpartition(".")[0]
+        for name in self._sites:
+            head = name.rpartition(".")[0]
+            if head and head.rpartition(".")[0] == prefix:
+                self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
+
+    def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
+        """Try the claims that these names go into, while their values are changed."""
+        names = [name for name in names if name not in self.wrong]
+        edited = set(names)
+        places = {self._sites[name] for name in names}
+        tried = [c for c in claims if edited & set(c.inputs) and id(c) not in self._broken]
+        # What is edited itself follows from nothing.
+        tried = [c for c in tried if not any(self._sites.get(result) in places for result in c.results)]
+        if not tried:
+            return
+        changes = {self._sites[name]: (edit or _moved)(name) for name in names}
+        values = self._run(self._probes[0][1], tried, changes)
+        for claim in tried:
+            why = _tested(claim, values)
+            for name in edited & set(claim.inputs):
+                if why is not None:
+                    site = self._sites[name].shown
+                    self.wrong.setdefault(name, f"when {site} is changed, {claim.text} does not hold: {why}.")
+
+    def _run(self, probe: Inputs, claims: list[Claim], edits: Mapping[Site, Edit]) -> Values:
+        self._restore()
+        session = Session(self._model, index=self._index, warn=False)
+        for site, edit in edits.items():
+            for target in resolve(self._index, site):
+                session.edit(target, edit)
+        needed = list(dict.fromkeys(site for claim in claims for site in claim.needs))
+        session.record(resolve(self._index, needed), Keep())
+        with session as recording:
+            calling.called(self._model, probe.args, probe.kwargs)
+        return {site: _value(recording, site) for site in needed}
+
+
+def _value(recording: Any, site: Site) -> Any:
+    values = recording.all(site) if site in recording else []
+    return values[0] if len(values) == 1 else None
+
+
+def _tested(claim: Claim, values: Values) -> str | None:
+    missing = [site.shown for site in claim.needs if values[site] is None]
+    if missing:
+        return f"{missing[0]} did not run exactly once"
+    try:
+        return claim.holds(values)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # shapes that do not go together
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def _moved(name: str) -> Edit:
+    def move(value: Tensor) -> Tensor:
+        size = value.double().square().mean().sqrt().clamp_min(1e-3).item()
+        return value + _noise(value, name) * size
+
+    return move
+
+
+def _with_one_token(name: str, run: str) -> Edit:
+    """Random values of which the first token is the same in every run, and the others are not."""
+
+    def change(value: Tensor) -> Tensor:
+        same, others = (_noise(value, text) for text in (name, f"{name} {run}"))
+        if value.dim() > 1:
+            others[0, 0] = same[0, 0]
+        return others
+
+    return change
+
+
+def _noise(value: Tensor, text: str) -> Tensor:
+    seed = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
+    # On the CPU, where every device gets the same numbers from.
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).to(value.device, value.dtype)
+
+
+def forced(expert: int) -> Edit:
+    """Scores that leave no doubt which expert is meant."""
+
+    def force(value: Tensor) -> Tensor:
+        scores = torch.full_like(value, -20.0)
+        scores[..., expert] = 20.0
+        return scores
+
+    return force

@@ -1,0 +1,92 @@
+"""What ``roles`` returns: standard names and the sites that they stand for. It prints itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from torchhook._recording.address import Site
+from torchhook._recording.tables import Table
+from torchhook.errors import SelectorError, suggestion
+
+
+class Roles(Mapping[str, Site]):
+    """Standard names of a model, without or with their ``@``, and the sites that they stand for.
+
+    ``refused`` has those that could not be shown to be right, each with what was tried.
+    """
+
+    def __init__(self, sites: Mapping[str, Site], refused: Mapping[str, str], model_name: str = "") -> None:
+        self.sites: dict[str, Site] = dict(sites)
+        self.refused: dict[str, str] = dict(refused)
+        self.model_name = model_name
+
+    def __getitem__(self, name: str) -> Site:
+        plain = name.removeprefix("@")
+        if plain in self.sites:
+            return self.sites[plain]
+        if plain in self.refused:
+            raise SelectorError(f"'@{plain}' is not known to be anywhere in this model: {self.refused[plain]}")
+        raise KeyError(f"no role '@{plain}'. {suggestion(plain, self.sites)}")
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.removeprefix("@") in self.sites
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"@{name}" for name in self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def table(self) -> Table:
+        """One row for each kind of name: what it stands for in the first and in the last block."""
+        kinds: dict[str, list[str]] = {}
+        for name in self.sites:
+            kinds.setdefault(_kind(name), []).append(name)
+        rows = [_row(kind, [self.sites[name] for name in names], names) for kind, names in kinds.items()]
+        of = f" of {self.model_name}" if self.model_name else ""
+        return Table(f"Roles{of}: {len(self.sites)} names", ["role", "site"], rows, self._refusals())
+
+    def _refusals(self) -> list[str]:
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for name, why in self.refused.items():
+            reasons.setdefault((_kind(name), _general(why)), []).append(name)
+        return [f"refused: {_range(kind, names)} ({self.refused[names[0]]})" for (kind, _), names in reasons.items()]
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def _kind(name: str) -> str:
+    head, _, last = name.rpartition(".")
+    return head if last.isdecimal() else name
+
+
+def _general(why: str) -> str:
+    return "".join("0" if c.isdecimal() else c for c in why)
+
+
+def _range(kind: str, names: list[str]) -> str:
+    if names == [kind]:
+        return f"@{kind}"
+    numbers = [int(name.rpartition(".")[2]) for name in names]
+    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+    text = ", ".join(map(str, numbers)) if not whole else f"{numbers[0]}…{numbers[-1]}"
+    return f"@{kind}.{numbers[0] if len(numbers) == 1 else text}"
+
+
+def _row(kind: str, sites: list[Site], names: list[str]) -> list[str]:
+    texts = [site.shown for site in sites]
+    starred = {_starred(text, name) for text, name in zip(texts, names, strict=True)}
+    if len(starred) == 1:
+        return [_range(kind, names), starred.pop()]
+    return [_range(kind, names), texts[0] if len(texts) == 1 else f"{texts[0]} … {texts[-1]}"]
+
+
+def _starred(text: str, name: str) -> str:
+    """An address with ``*`` for the number of the block."""
+    number = name.rpartition(".")[2]
+    return re.sub(rf"(?<=\.){number}(?=[./:]|$)", "*", text, count=1) if number.isdecimal() else text
