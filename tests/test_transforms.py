@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,3 +230,17 @@ def test_only_counts_positions_among_what_is_no_padding() -> None:
         assert tf.only(positions=[0, 1])(x).flatten().tolist() == [0.0, 1.0, 4.0, 5.0]
         with pytest.raises(TransformError, match="positions are counted in each"):
             tf.only(positions=slice(0, 2))(x)
+
+
+def test_heads_are_found_in_an_extraction_and_in_attached_features(tmp_path: Path) -> None:
+    model, call = small_llama()
+    site = "model.layers.0.self_attn.o_proj:input"
+    _, whole = th.run(model, **call, capture=site)
+    expected = whole[site].unflatten(-1, (4, 8))[:, -1:, 2:3]
+    batches = iter([{"input_ids": call["input_ids"]}])
+    features = th.extract(model, batches, site, out=tmp_path, transform=tf.only(positions=-1, heads=2), progress=False)
+    torch.testing.assert_close(torch.as_tensor(features[site][:]), expected)
+    for attach in (True, False):
+        wrapped = th.FeatureLayers(model, [site], transform=tf.only(positions=-1, heads=2), attach=attach)
+        found, _ = wrapped(**call)
+        assert torch.equal(found[0].detach(), expected)

@@ -269,12 +269,126 @@ def test_plain_calls_leave_nothing_to_remember() -> None:
     assert told(rec) == [(0, 0)]
 
 
+def test_an_edit_that_stays_remembers_no_generations() -> None:
+    model = Speaker()
+    session = th.edit(model, {"heard": lambda value: value})
+    with session:
+        for _ in range(2000):
+            model.generate(IDS, 1)
+        assert len(session.recording.passes) < 1100
+
+
+def test_a_session_that_is_closed_in_the_middle_of_a_call_leaves_no_current_step() -> None:
+    model, seen = Speaker(), list[Any]()
+    session = th.edit(model, {"heard": lambda value: session.close()})
+    session.open()
+    handle = model.heard.register_forward_hook(lambda *call: seen.append(current()))
+    model.generate(IDS, 2)
+    handle.remove()
+    assert seen == [None, None]
+
+
 def test_legacy_caches_of_tuples_are_read_by_their_shape() -> None:
     cache = ((torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)),)
     assert steps.length(cache) == 5
     assert steps.length(None) is None
     assert steps.length(()) is None
     assert steps.length(object()) is None
+    assert steps.length([torch.zeros(2, 8, 3)]) is None  # the states of a recurrent model
+
+    class Broken:
+        def get_seq_length(self) -> int:
+            raise RuntimeError("not now")
+
+    assert steps.length(Broken()) is None
+
+
+class Forgetful(Cache):
+    """Holds a window only, and says how long that is."""
+
+    def get_seq_length(self) -> int:
+        return min(self.seen.shape[1], 2)
+
+
+class Silent(Cache):
+    """Says always that it is empty."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Silent])
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_cache_that_does_not_count_its_tokens_is_not_believed(kind: type[Cache], own_loop: bool) -> None:
+    class Speaks(Speaker):
+        def generate(self, ids: Tensor, tokens: int, cached: bool = True) -> Tensor:
+            return loop(self, ids, tokens)
+
+    def loop(model: nn.Module, ids: Tensor, tokens: int) -> Tensor:
+        cache, given = kind(), ids
+        for _ in range(tokens):
+            given = model(given, past_key_values=cache)[:, -1:]
+            ids = torch.cat([ids, given], 1)
+        return ids
+
+    model = Speaks()
+    with th.capture(model, "heard") as rec:
+        sequence = loop(model, IDS, 4) if own_loop else model.generate(IDS, 4)
+    assert [step for step, _ in told(rec)] == [0, 1, 2, 3]
+    assert [position for _, position in told(rec)][1:] == [3, 4, 5]
+    assert torch.equal(rec.cat("heard", dim=1), sequence[:, :-1].cumsum(1) % VOCABULARY)
+
+
+def test_a_model_that_holds_its_state_itself_is_given_one_token_after_the_other() -> None:
+    class Recurrent(Speaker):
+        heard_before = 0
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+            value = self.heard((self.heard_before + input_ids.cumsum(1)) % VOCABULARY)
+            self.heard_before = int(value[0, -1])
+            return value
+
+        def generate(self, ids: Tensor, tokens: int, cached: bool = True) -> Tensor:
+            given = ids
+            for _ in range(tokens):
+                given = self(given)[:, -1:]
+                ids = torch.cat([ids, given], 1)
+            return ids
+
+    model = Recurrent()
+    with th.capture(model, "heard") as rec:
+        sequence = model.generate(IDS, 4)
+    assert told(rec) == [(0, 0), (1, 3), (2, 4), (3, 5)]
+    assert torch.equal(rec.cat("heard", dim=1), sequence[:, :-1].cumsum(1) % VOCABULARY)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("prompts", [[1, 1, 1], [3, 1, 3], [1, 3, 2]])
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_generations_one_after_the_other_are_told_apart(cached: bool, prompts: list[int], tokens: int) -> None:
+    model = Speaker()
+    with th.capture(model, "heard") as rec:
+        sequences = [model.generate(IDS[:, :length], tokens, cached) for length in prompts]
+    assert [step for step, _ in told(rec)] == [*range(tokens)] * 3
+    for i, sequence in enumerate(sequences):
+        joined = rec.cat(f"heard#{i * tokens}:{(i + 1) * tokens}", dim=1)
+        assert torch.equal(joined, sequence[:, :-1].cumsum(1) % VOCABULARY)
+    with pytest.raises(ValueError, match="several sequences"):
+        rec.cat("heard", dim=1)
+
+
+def test_what_a_generation_without_a_cache_had_is_let_go_with_the_session() -> None:
+    class Own(Speaker):
+        def generate(self, ids: Tensor, tokens: int, cached: bool = True) -> Tensor:
+            held = Cache()
+            gone.append(weakref.ref(held))
+            return self(ids)
+
+    model, gone = Own(), list[Any]()
+    with th.capture(model, "heard"):
+        model.generate(IDS, 1)
+    gc.collect()
+    assert gone[0]() is None
 
 
 def test_a_position_that_is_given_is_taken() -> None:

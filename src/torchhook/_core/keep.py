@@ -62,6 +62,8 @@ class Keep:
         self.device: torch.device | None = None if device is None else devices.named(device, "device")
         self.dtype = dtype
         self.transform = transform
+        self.asks_where: bool = transform is not None and transforms.asks_where(transform)
+        """Whether the transform wants to know where it is: then every site has to be kept by a ``placed`` one."""
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
         self.wait: Callable[[], None] = _at_once if self._to_host is None else self._to_host.wait
         """Returns when every value that was kept can be read. It knows the copies alone: a recording may hold it."""
@@ -79,9 +81,7 @@ class Keep:
         """The same for single sites, which have to know what this one is told."""
 
     def placed(self, known: Callable[[], KnownHeads]) -> Keep:
-        """The same way to keep values, for one site; another object only if the transform asks where it is."""
-        if not transforms.asks_where(self.transform):
-            return self
+        """The same way to keep values, for one site, where ``asks_where``."""
         keep = copy.copy(self)
         keep.transform = transforms.placed(self.transform, known)
         keep._placed = []

@@ -12,13 +12,16 @@ from typing import Any
 from torch import Tensor
 
 from torchhook import edits
+from torchhook._core.heads import heads_at
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
+from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
-from torchhook.errors import SelectorError
+from torchhook.errors import SelectorError, SessionError
 
 
 def only_edit(site: Site, edit: Edit, seen: set[Site]) -> Edit:
@@ -110,6 +113,15 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
         return value
 
     return pass_on
+
+
+def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> edits.Edit:
+    """What a user gives as an edit, ready for one target."""
+    change = edits.adapt(edit)
+    if not own_threads and edits.asks_step(change):
+        raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
+    change = edits.placed(change, target.site, heads_at(index, target))
+    return edits.at(target.site.leaf, change) if target.site.leaf else change
 
 
 def editor(site: Site, edit: edits.Edit) -> Edit:

@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
-from torchhook import edits
 from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.heads import heads_at
@@ -97,8 +96,7 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change = edits.placed(edits.adapt(edit), site, heads_at(self.index, target))
-        change = edits.at(site.leaf, change) if site.leaf else change
+        change = passing.placed(edit, target, self.index, self._own_threads_only)
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
@@ -121,7 +119,7 @@ class Session(Shown):
         for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            own = keep.placed(heads_at(self.index, target))
+            own = keep.placed(heads_at(self.index, target)) if keep.asks_where else keep
             if not units and not before_edits and taps.record(target, own, rows, recording.order, task):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)

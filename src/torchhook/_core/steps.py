@@ -6,7 +6,9 @@ on which it stands; those of a loop that somebody wrote, by the cache that goes 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -22,26 +24,35 @@ from torchhook._torch import frames, graph_task, times_running
 from torchhook._torch_compiler import in_trace
 from torchhook._torch_hooks import Undo, put_before
 
-_CACHES = ("past_key_values", "cache_params", "past_key_value", "past", "state")
+_CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 _DEEPEST = 2  # PEFT holds a model that generates two levels below its own
-_WIDEST = 64  # a level with more modules is made of layers
+_WIDEST = 8  # who wraps a model has few modules of its own: below more of them are layers
 
 
 def generators(root: nn.Module) -> list[nn.Module]:
     """The modules of a model that are called again and again while something is generated: mostly the model itself."""
-    found = [root] if _generates(type(root)) or _takes_cache(type(root)) else []
+    kind: Any = type(root)
+    found = [root] if _generates(kind) or _takes_cache(kind) else []
     level = [root]
     for _ in range(_DEEPEST):
-        held = (module._modules.values() for module in level if module._modules)
-        level = [child for children in held for child in children if child is not None]
+        below: list[nn.Module | None] = []
+        for module in level:
+            if module._modules:
+                below += module._modules.values()
+        level = [module for module in below if module is not None]
+        kinds: list[Any] = [type(module) for module in level]
+        found += [module for module, kind in zip(level, kinds, strict=True) if _generates(kind)]
         if len(level) > _WIDEST:
             break
-        found += [module for module in level if _generates(type(module))]
     return found
 
 
+# By class, and remembered: this is asked whenever a session opens.
+
+
+@functools.lru_cache(maxsize=512)
 def _generates(kind: type[nn.Module]) -> bool:
     if not callable(getattr(kind, "generate", None)):
         return False
@@ -52,6 +63,7 @@ def _generates(kind: type[nn.Module]) -> bool:
         return True
 
 
+@functools.lru_cache(maxsize=512)
 def _takes_cache(kind: type[nn.Module]) -> bool:
     """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
     forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
@@ -68,7 +80,7 @@ def _takes_cache(kind: type[nn.Module]) -> bool:
 class Place(NamedTuple):
     """Where in a ``generate`` the model is called from."""
 
-    frame: int
+    frame: FrameType
     prefill: bool
     beams: bool
 
@@ -82,7 +94,7 @@ def place(module: nn.Module) -> Place | None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and (found is None or owner is module):
                 # The outermost of its own: a model that drafts for itself calls it once more inside.
-                found = Place(id(frame), prefill, beams)
+                found = Place(frame, prefill, beams)
                 prefill = False
         elif "prefill" in name:
             prefill = True
@@ -111,15 +123,17 @@ class Given(NamedTuple):
 
 def length(cache: Any) -> Any:
     """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
-    if isinstance(cache, (tuple, list)):
-        while isinstance(cache, (tuple, list)) and cache:
-            cache = cache[0]
-        return cache.shape[-2] if isinstance(cache, Tensor) and cache.dim() > 2 else None
+    if isinstance(cache, (tuple, list)):  # of layers, each with its keys and values: batch × heads × tokens × channels
+        layer = cache[0] if cache else None
+        keys = layer[0] if isinstance(layer, (tuple, list)) and layer else None
+        return keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else None
     try:
         found = cache.get_seq_length()
-    except (AttributeError, ValueError, TypeError, IndexError, NotImplementedError):
+    except Exception:  # a stranger's cache, and the user's model goes on whatever it says
         return None
-    return found.clone() if isinstance(found, Tensor) else found
+    if isinstance(found, Tensor):
+        return found.reshape(-1)[0].clone() if found.numel() else None
+    return found if isinstance(found, int) else None
 
 
 def _weak(cache: Any) -> ref[Any] | None:
@@ -137,10 +151,14 @@ class Steps:
         self._scope = scope
         self._running: tuple[nn.Module, Pass] | None = None
         self._before: Pass | None = None
-        self._place: Place | None = None
+        self._last_place: tuple[int, bool] | None = None
+        self._frame: FrameType | None = None
+        """Of a generation without a cache, which nothing else tells from the next: it would hold one for too long."""
         self._cache: ref[Any] | None = None
         self._sequences = 0
         self._trim_at = 1024
+        self._counts = True
+        """Whether the cache held as many tokens after the last call as it was given."""
         self._open_end: tuple[Any, Pass] | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,7 +176,9 @@ class Steps:
             self._by_cache(now, given)
         else:
             self._by_place(now, given, here)
-        self._before, self._place, self._cache = now, here, _weak(given.cache)
+        self._before, self._cache = now, _weak(given.cache)
+        self._last_place = None if here is None else (id(here.frame), here.prefill)
+        self._frame = None if here is None or given.cache is not None else here.frame
         if given.tokens != 1 and now.step is not None and self._cache is not None:
             self._open_end = given.cache, now
         self._passes.add(now)
@@ -172,8 +192,12 @@ class Steps:
         """It has run, or raised."""
         if self._running is not None and self._running[0] is module:
             now = self._running[1]
-            if self._cache is None:  # the first call of a loop makes the cache that the next one is given
-                self._cache = next((_weak(made) for name in _CACHES if (made := getattr(output, name, None))), None)
+            cache = self._cache and self._cache()
+            if cache is None:  # the first call of a loop makes the cache that the next one is given
+                cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
+                self._cache = _weak(cache)
+            held = length(cache)
+            self._counts = held is None or isinstance(held, Tensor) or held == _counted(now)
             now.last = next(self._order)
             self._running = None
             leave(now)
@@ -181,22 +205,32 @@ class Steps:
     def _by_place(self, now: Pass, given: Given, here: Place) -> None:
         """A call that ``generate`` makes."""
         before, now.beams = self._before, here.beams
-        if before is not None and before.step is not None and self._goes_on(before, given, here):
+        if before is not None and before.step is not None and self._goes_on(given, here):
             now.step, now.sequence = before.step + (not here.prefill), before.sequence
         else:
             same = self._has_cache(given.cache) and before is not None
             now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
             before = before if same else None
-        if given.position is None:  # not asked whether it is 0: that would wait for a GPU
-            now.set_position(0 if given.cache is None else _counted(before))
+        now.set_position(self._where(given, before))
 
-    def _goes_on(self, before: Pass, given: Given, here: Place) -> bool:
+    def _where(self, given: Given, before: Pass | None) -> Any:
+        """Where the first token of a call is."""
+        counted = _counted(before)
+        if given.cache is None and given.position is None:
+            # All of them each time, or one after the other to a model that holds its state itself.
+            return 0 if before is None or (given.tokens or 0) >= (counted or 0) else counted
+        # Not asked whether it is 0: that would wait for a GPU.
+        is_told = given.position is not None and (before is None or self._counts or isinstance(given.position, Tensor))
+        return given.position if is_told else counted
+
+    def _goes_on(self, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
-        last = self._place
-        if last is None or last.frame != here.frame or (here.prefill and not last.prefill):
+        if self._frame is not None:
+            return self._frame is here.frame
+        if self._last_place is None or self._last_place[0] != id(here.frame) or given.cache is None:
             return False
-        if given.cache is None:
-            return not here.prefill and (given.tokens or 0) >= (before.tokens or 0)
+        if here.prefill and not self._last_place[1]:
+            return False
         return self._cache is None or self._cache() is given.cache or _weak(given.cache) is None
 
     def _by_cache(self, now: Pass, given: Given) -> None:
@@ -206,7 +240,9 @@ class Steps:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
-        position = None if given.position is None else int(given.position)
+        # A cache may be given that does not count what it holds, or only the last of it.
+        is_told = given.position is not None and (self._counts or not same)
+        position = int(given.position) if is_told else None
         now.set_position(position)
         follows = before is not None and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
@@ -226,7 +262,7 @@ class Steps:
 
     def settle(self) -> None:
         """See which tokens of the latest call were taken back: assisted decoding tries several, and may reject some."""
-        if self._open_end is None:
+        if self._open_end is None or not self._counts:
             return
         cache, last = self._open_end
         left, start = length(cache), last.position
@@ -237,8 +273,9 @@ class Steps:
     def close(self) -> None:
         """Nothing more will run: let go of the cache."""
         self.settle()
-        self._open_end = self._cache = None
+        self._open_end = self._cache = self._frame = None
         if self._running is not None:
+            self._running[1].last = next(self._order)
             leave(self._running[1])
             self._running = None
 

@@ -82,7 +82,7 @@ class Recording:
     def trim_passes(self) -> None:
         """Forget the passes of which nothing is left."""
         orders = (row[1] for rows in self._rows.values() for row in rows.copy())
-        self.passes.forget_before(min(orders, default=0))
+        self.passes.forget_before(min(orders, default=float("inf")))
 
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""

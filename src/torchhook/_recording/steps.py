@@ -69,7 +69,7 @@ def current() -> Pass | None:
     True
     """
     here = _running.get()
-    return None if here is None or here.step is None else here
+    return None if here is None or here.step is None or here.last >= 0 else here
 
 
 def enter(begun: Pass) -> None:
@@ -117,9 +117,9 @@ class Passes:
         one = self._all[found]
         return one if one.step is not None and (one.last < 0 or order <= one.last) else None
 
-    def forget_before(self, order: int) -> None:
-        """Nothing that was kept earlier is left."""
-        self._all = [one for one in self._all if one.last < 0 or one.last >= order]
+    def forget_before(self, order: float) -> None:
+        """Nothing that was kept earlier is left; the latest pass may still have something to come."""
+        self._all = [one for one in self._all if one is self._all[-1] or one.last >= order]
 
     def plain(self, of: Sequence[Pass | None]) -> dict[str, Any]:
         """For a file: the passes that its records were in, and which one each of them was in."""

@@ -41,7 +41,7 @@ class Only(ValueObject):
             return self.positions
         if not isinstance(self.positions, (int, list)):
             raise NoPart("where rows have padding, positions are counted in each: give an integer or a list of them.")
-        return padding.places(mask, [self.positions] if isinstance(self.positions, int) else self.positions)
+        return padding.places(mask, [self.positions] if isinstance(self.positions, int) else self.positions).numpy()
 
     def placed(self, known: Callable[[], KnownHeads]) -> PlacedOnly:
         return PlacedOnly(self, known())

@@ -18,6 +18,7 @@ from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_
 from torchhook._values.value_object import ValueObject
 from torchhook._values.wrappers import faked_like
 
+Array = np.ndarray[Any, Any]
 Which = Any
 """A choice as users write it: ``int | slice | range | Sequence[int] | Sequence[bool] | Tensor``, or an ``Along``."""
 
@@ -47,29 +48,34 @@ def choice(which: Which, name: str, lines: bool = False) -> Any:
         return dataclasses.replace(which, which=choice(which.which, name, lines))
     if isinstance(which, bool):
         _refuse(which, name)
+    if name == "heads" and isinstance(which, tuple):  # may be meant as a dim and a count
+        raise TypeError(
+            f"heads={which}: a list, {list(which)}, chooses several heads; edits.along(which, dim=…, count=…) names "
+            "the dim that they are in."
+        )
     # Not by operator.index: a tensor or an array of one element has it too, and is a list.
     if isinstance(which, (int, np.integer)):
         return int(which)
-    found = _as_tensor(which, name)
-    if found.dim() > (2 if lines else 1) or (found.dim() == 0 and found.dtype == torch.bool):
-        _refuse(which, name, f" of {found.dim()} dims" if found.dim() else "")
-    if found.dtype == torch.bool or found.dim() == 2:
-        return found
+    found = _as_array(which, name)
+    if found.ndim > (2 if lines else 1) or (found.ndim == 0 and found.dtype == bool):
+        _refuse(which, name, f" of {found.ndim} dims" if found.ndim else "")
+    if found.dtype == bool or found.ndim == 2:
+        return found.copy()
     numbers: int | list[int] = found.tolist()
     return numbers
 
 
-def _as_tensor(which: Any, name: str) -> Tensor:
+def _as_array(which: Any, name: str) -> Array:
     """The integers or booleans of a choice."""
     try:
-        found = which.detach().cpu() if isinstance(which, Tensor) else torch.as_tensor(np.asarray(which))
+        found = which.detach().cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
     except (TypeError, ValueError, RuntimeError):
         _refuse(which, name)
-    if not found.numel():
+    if not found.size:
         raise ValueError(f"{name}={which!r} chooses nothing.")
-    if found.is_floating_point() or found.is_complex():
+    if found.dtype.kind not in "biu":
         _refuse(which, name)
-    return found if found.dtype == torch.bool else found.long()
+    return found if found.dtype == bool else found.astype(np.int64)
 
 
 def _refuse(which: Any, name: str, what: str = "") -> NoReturn:
@@ -149,9 +155,9 @@ def part(
     found = {dim: _index(_which(chosen[name]), shape[dim], name, known) for name, dim in dims.items()}
     split = _identity if axis is None or not axis.joined else _splitting(axis)
     lines = dims.get("positions") if _has_lines(positions) else None
-    arranged, index = _arranged(found, shape, dims.get("rows"), lines, split)
-    index = tuple(_placed(one, tensor) if isinstance(one, Tensor) else one for one in index)
-    return Part(arranged, index, tuple(tensor.shape))
+    arranged, index_ = _arranged(found, shape, dims.get("rows"), lines, split)
+    placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
+    return Part(arranged, placed, tuple(tensor.shape))
 
 
 def _which(chosen: Which) -> Any:
@@ -160,12 +166,13 @@ def _which(chosen: Which) -> Any:
 
 def _has_lines(positions: Which) -> bool:
     which = _which(positions)
-    return isinstance(which, Tensor) and which.dim() == 2
+    return isinstance(which, np.ndarray) and which.ndim == 2
 
 
-def _placed(index: Tensor, tensor: Tensor) -> Tensor:
+def _placed(numbers: Array, tensor: Tensor) -> Tensor:
     # torch takes no ordinary tensor beside a fake one, and would wait for one that comes from the host.
-    return faked_like(index.to(tensor.device, non_blocking=True), tensor)
+    index = torch.from_numpy(np.ascontiguousarray(numbers))
+    return faked_like(index, tensor).to(tensor.device, non_blocking=True)
 
 
 def _named(chosen: Which, tensor: Tensor, name: str, default: int | Callable[[], int]) -> int:
@@ -226,17 +233,18 @@ def _identity(tensor: Tensor) -> Tensor:
 
 # -- from choices to an index ---------------------------------------------------------------------------------------
 
-
-def _index(which: Any, size: int, name: str, known: KnownHeads) -> slice | Tensor:
-    two = isinstance(which, Tensor) and which.dim() == 2
-    return _lines(which, size, name, known) if two else index(which, size, name, known)
+# By numpy, until the end: torch would follow each step where somebody listens, traces or fakes tensors.
 
 
-def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slice | Tensor:
+def _index(which: Any, size: int, name: str, known: KnownHeads) -> slice | Array:
+    return _lines(which, size, name, known) if _has_lines(which) else index(which, size, name, known)
+
+
+def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slice | Array:
     """A choice as a slice that counts from the front, or as the numbers that it stands for.
 
     >>> index(-1, 5, "keys"), index([3, -5], 5, "keys")
-    (slice(4, 5, None), tensor([3, 0]))
+    (slice(4, 5, None), array([3, 0]))
     """
     if which is None:
         return slice(None)
@@ -246,17 +254,15 @@ def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slic
     if isinstance(which, slice):
         start, stop, step = which.indices(size)
         # torch has no slices that go backwards.
-        return (
-            slice(start, max(start, stop), step)
-            if step > 0
-            else torch.tensor(range(start, stop, step), dtype=torch.long)
-        )
+        return slice(start, max(start, stop), step) if step > 0 else np.arange(size)[which]
     if isinstance(which, list):
         numbers = _inside(which, size, name, known)
         if len(set(numbers)) < len(numbers):
             raise NoPart(f"{name}={which} names one twice among {size}.")
-        return torch.tensor(numbers)
-    return _mask(which, size, name)
+        return np.array(numbers)
+    if len(which) != size:
+        raise NoPart(f"the mask of {name} has {len(which)} elements, and there are {size}.")
+    return which.nonzero()[0]  # type: ignore[no-any-return]
 
 
 def _inside(which: Sequence[int], size: int, name: str, known: KnownHeads) -> list[int]:
@@ -267,14 +273,8 @@ def _inside(which: Sequence[int], size: int, name: str, known: KnownHeads) -> li
     return [number % size for number in which]
 
 
-def _mask(mask: Tensor, size: int, name: str) -> Tensor:
-    if len(mask) != size:
-        raise NoPart(f"the mask of {name} has {len(mask)} elements, and there are {size}.")
-    return mask.nonzero().squeeze(1)
-
-
-def _lines(lines: Tensor, size: int, name: str, known: KnownHeads) -> Tensor:
-    if lines.dtype == torch.bool:
+def _lines(lines: Array, size: int, name: str, known: KnownHeads) -> Array:
+    if lines.dtype == bool:
         if lines.shape[1] != size:
             raise NoPart(f"the mask of {name} is {lines.shape[1]} long, and there are {size}.")
         return lines
@@ -285,44 +285,38 @@ def _lines(lines: Tensor, size: int, name: str, known: KnownHeads) -> Tensor:
 
 
 def _arranged(
-    found: dict[int, slice | Tensor],
+    found: dict[int, slice | Array],
     shape: Sequence[int],
     rows: int | None,
     lines: int | None,
     split: Callable[[Tensor], Tensor],
-) -> tuple[Callable[[Tensor], Tensor], tuple[Any, ...]]:
+) -> tuple[Callable[[Tensor], Tensor], tuple[slice | Array, ...]]:
     """How to lay a tensor out, and the index into that."""
-    if not any(isinstance(one, Tensor) for one in found.values()):
+    if all(isinstance(one, slice) for one in found.values()):
         return split, tuple(found.get(dim, slice(None)) for dim in range(max(found) + 1))
-    numbers = {dim: _numbers(one, shape[dim]) for dim, one in found.items()}
+    numbers = {dim: np.arange(shape[dim])[one] if isinstance(one, slice) else one for dim, one in found.items()}
     for dim in range(max(found)):
-        numbers.setdefault(dim, torch.arange(shape[dim]))
+        numbers.setdefault(dim, np.arange(shape[dim]))
     if lines is None or rows is None:
-        return split, tuple(_along(one, [dim], len(numbers)) for dim, one in sorted(numbers.items()))
+        return split, tuple(_along(numbers[dim], [dim], len(numbers)) for dim in sorted(numbers))
     given = numbers[lines]
     if len(given) != shape[rows]:
         raise NoPart(f"positions have {len(given)} lines, and there are {shape[rows]} rows: give one line for each.")
     given = given[numbers[rows]]
-    if given.dtype != torch.bool:
+    if given.dtype != bool:
         placed = {dim: _along(one, [dim], len(numbers)) for dim, one in numbers.items() if dim != lines}
         placed[lines] = _along(given if rows < lines else given.T, sorted((rows, lines)), len(numbers))
         return split, tuple(placed[dim] for dim in sorted(placed))
     # Of a mask each row may have another number: rows and positions come first and together, as torch has it.
-    at, positions = given.nonzero().unbind(1)
+    at, positions = given.nonzero()
     others = [dim for dim in sorted(numbers) if dim not in (rows, lines)]
     order = [rows, lines, *others, *range(max(numbers) + 1, len(shape))]
-    index = [numbers[rows][at], positions, *(numbers[dim] for dim in others)]
-    places = [[0], [0], *([place] for place in range(1, len(others) + 1))]
-    return lambda tensor: split(tensor).permute(order), tuple(
-        _along(one, place, len(others) + 1) for one, place in zip(index, places, strict=True)
-    )
+    together = [_along(one, [0], len(others) + 1) for one in (numbers[rows][at], positions)]
+    apart = [_along(numbers[dim], [place], len(others) + 1) for place, dim in enumerate(others, 1)]
+    return lambda tensor: split(tensor).permute(order), (*together, *apart)
 
 
-def _numbers(chosen: slice | Tensor, size: int) -> Tensor:
-    return torch.arange(size)[chosen] if isinstance(chosen, slice) else chosen
-
-
-def _along(numbers: Tensor, dims: Sequence[int], total: int) -> Tensor:
+def _along(numbers: Array, dims: Sequence[int], total: int) -> Array:
     """Numbers that vary along some dims of an index of ``total`` dims, and are the same along the others."""
     shape = [1] * total
     for dim, size in zip(dims, numbers.shape, strict=True):

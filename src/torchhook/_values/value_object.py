@@ -119,6 +119,9 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         few = value.numel() <= _FEW and value.layout == torch.strided and value.device.type != "meta"
         return f"tensor({value.tolist()})" if few and not value.is_nested else tree.describe(value)
+    if isinstance(value, np.ndarray):
+        few = value.size <= _FEW and value.dtype != object
+        return f"array({value.tolist()})" if few else f"({', '.join(map(str, value.shape))})"
     if type(value) in (list, tuple):
         inside = ", ".join(map(shown, value))
         return f"[{inside}]" if type(value) is list else f"({inside}{',' * (len(value) == 1)})"

@@ -15,7 +15,7 @@ from torchhook._values.heads import KnownHeads
 from torchhook._values.parts import Part
 from torchhook._values.value_object import shown
 from torchhook.edits.changing import check
-from torchhook.edits.protocol import CataloguedEdit, Edit, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
 from torchhook.errors import EditError
 
 
@@ -24,7 +24,7 @@ def adapt(edit: Any) -> Edit:
     if isinstance(edit, (list, tuple)):
         return Steps(tuple(adapt(step) for step in edit))
     # Every function of the catalogue makes edits, and being callable would pass as one of the user's.
-    if inspect.isfunction(edit) and edit.__module__.startswith("torchhook.edits."):
+    if inspect.isfunction(edit) and str(edit.__module__).startswith("torchhook.edits."):
         raise EditError(f"edits.{edit.__name__} makes an edit when it is called: write edits.{edit.__name__}(…).")
     if not callable(edit):
         raise EditError(
@@ -51,6 +51,10 @@ class Steps(CataloguedEdit):
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
         return any(map(changes_call, self.steps))
+
+    @property
+    def asks_step(self) -> bool:  # type: ignore[override]
+        return any(map(asks_step, self.steps))
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return Steps(tuple(placed(step, site, known) for step in self.steps))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -89,7 +90,6 @@ class Block(CataloguedEdit):
 
     def cut(self, shape: tuple[int, ...], heads: HeadAxis | None, device: torch.device) -> Tensor:
         """Where edges are cut in scores of this shape; dims in which all are alike have size 1."""
-        sizes = [*(1 for _ in shape[:-2]), *shape[-2:]]
         choices: dict[int, tuple[str, Any]] = {}
         choices[len(shape) - 2], choices[len(shape) - 1] = ("queries", self.queries), ("keys", self.keys)
         if self.rows is not None:
@@ -99,13 +99,14 @@ class Block(CataloguedEdit):
         if self.heads is not None:
             assert heads is not None
             choices[heads.dim] = ("heads", self.heads)
-        cut = torch.ones([1] * len(shape), dtype=torch.bool)
+        cut = torch.ones([1] * len(shape), dtype=torch.bool, device=device)
         for dim, (name, which) in choices.items():
-            sizes[dim] = shape[dim]
-            along = torch.zeros(shape[dim], dtype=torch.bool)
+            along = np.zeros(shape[dim], dtype=bool)
             along[parts.index(which, shape[dim], name)] = True
-            cut = cut & along.reshape([-1 if other == dim else 1 for other in range(len(shape))])
-        return cut.expand(sizes).to(device, non_blocking=True)
+            # One dim at a time: a whole map of a long text is much to move to a GPU.
+            moved = torch.from_numpy(along).to(device, non_blocking=True)
+            cut = cut & moved.reshape([-1 if one == dim else 1 for one in range(len(shape))])
+        return cut
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -29,7 +29,7 @@ from torchhook.edits.changing import (
     with_nested,
     with_recorded,
 )
-from torchhook.edits.protocol import CataloguedEdit, Edit, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
 from torchhook.errors import EditError
 
 
@@ -255,6 +255,10 @@ class At(CataloguedEdit):
             return tree.put(value, self.leaf, change)
         except KeyError as error:
             raise EditError(f"{site.shown}: edits.at({self.leaf!r}): {error.args[0]}") from None
+
+    @property
+    def asks_step(self) -> bool:  # type: ignore[override]
+        return asks_step(self.edit)
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return At(self.leaf, placed(self.edit, site, known))

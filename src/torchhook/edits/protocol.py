@@ -34,6 +34,9 @@ class CataloguedEdit(ValueObject):
     changes_call = False
     """Whether it changes how an operation is called, and not only the tensors: then nothing is checked after it."""
 
+    asks_step = False
+    """Whether it depends on the step of a generation."""
+
     def __call__(self, value: Any, site: Site, /) -> Any:
         raise NotImplementedError
 
@@ -44,6 +47,11 @@ class CataloguedEdit(ValueObject):
     def within(self, part: Part, whole: Tensor) -> Edit:
         """The same edit for a part of a tensor: what it holds for the whole of it is taken at that part."""
         return self
+
+
+def asks_step(edit: Edit) -> bool:
+    """As ``CataloguedEdit.asks_step``, for any edit."""
+    return isinstance(edit, CataloguedEdit) and edit.asks_step
 
 
 def placed(edit: Edit, site: Site, known: Callable[[], KnownHeads]) -> Edit:

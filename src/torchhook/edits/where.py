@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from torchhook._recording import steps as passes
@@ -16,7 +17,7 @@ from torchhook._values.parts import Along, Part, Which
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
-from torchhook.edits.protocol import CataloguedEdit, Edit, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
 from torchhook.errors import EditError
 
 
@@ -100,6 +101,10 @@ class Only(CataloguedEdit):
         return changes_call(self.edit)
 
     @property
+    def asks_step(self) -> bool:  # type: ignore[override]
+        return self.steps is not None or asks_step(self.edit)
+
+    @property
     def _is_of_parts(self) -> bool:
         return any(which is not None for which in (self.positions, self.rows, self.heads))
 
@@ -123,6 +128,8 @@ class Only(CataloguedEdit):
         refuse_nested(tensor, site, "only")
         part = self._part(tensor, site, known)
         seen = part.of(tensor)
+        if not seen.numel():  # no edit has to make sense of nothing
+            return tensor
         new = within(edit, part, tensor)(seen, site)
         if new is None:  # a function may have written to what it was given
             new = seen
@@ -175,7 +182,7 @@ def _step() -> int:
 
 def _checked_steps(steps: Any) -> Any:
     ends = (steps.start, steps.stop) if isinstance(steps, slice) else steps if isinstance(steps, list) else (steps,)
-    if isinstance(steps, (Tensor, Along)):
+    if isinstance(steps, (np.ndarray, Along)):
         raise TypeError("steps=: give an integer, a slice or a list of integers.")
     if any(end is not None and end < 0 for end in ends) or (isinstance(steps, slice) and (steps.step or 1) < 1):
         raise ValueError(f"steps={steps!r}: the last step is not known while a model generates; count from 0.")
