@@ -87,6 +87,7 @@ def _claim_norm(trace: Trace, chain: Chain, named: Findings) -> None:
 
 def _try(judge: Judge, named: Findings) -> None:
     judge.on_inputs(named.claims, _is_boundary)
+    judge.in_training(named.claims, _is_boundary)
     kinds: dict[str, list[str]] = {}
     for name in named.sites:
         head, _, number = name.rpartition(".")
