@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +40,8 @@ class Judge:
         self._broken: set[int] = set()
         self._sizes: dict[str, float] = {}
         """How large the largest part is of the sums that a name goes into."""
+        self.times: dict[Site, set[int]] = {}
+        """How often operations came in a call of their module, of those that names stand for."""
         self._several: set[Site] = set()
         """Sites with more than one value in the latest run."""
 
@@ -144,9 +145,14 @@ class Judge:
             for target in resolve(self._index, site):
                 session.edit(target, edit)
         needed = list(dict.fromkeys(site for claim in claims for site in claim.needs))
-        session.record(resolve(self._index, needed), Keep())
+        targets = resolve(self._index, needed)
+        session.record(targets, Keep())
         with session as recording:
             calling.called(self._model, probe.args, probe.kwargs)
+        for target in targets:
+            if target.site.op is not None and not edits:
+                place = Site(target.site.path, target.site.op)
+                self.times.setdefault(place, set()).update(session.totals(target) or (1,))
         counts = {site: len(recording.all(site)) if site in recording else 0 for site in needed}
         self._several = {site for site, count in counts.items() if count > 1}
         return {site: recording.all(site)[0] if count == 1 else None for site, count in counts.items()}
