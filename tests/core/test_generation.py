@@ -375,3 +375,51 @@ def test_edits_from_a_call_on_change_the_later_steps_alone() -> None:
         changed = bool((rec[name, call] > 50).all())
         assert changed == (call >= 2)
     assert torch.equal(rec[name, 1], plain[name, 1])
+
+
+def test_a_model_that_makes_no_use_of_the_cache_that_it_is_handed_is_given_all_tokens_each_time() -> None:
+    """The first GPT; positions were added up as if each call had been given new tokens."""
+    config = transformers.OpenAIGPTConfig(**SMALL, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    model, ids, name = built(lambda: transformers.OpenAIGPTLMHeadModel(config)), prompt(), "transformer.h.1"
+    with capture(model, name) as rec:
+        sequence = generated(model, ids, tokens=4)
+    assert told(rec, name) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    with torch.no_grad():
+        states = model(sequence[:, :-1], output_hidden_states=True).hidden_states
+    close(rec.cat(name, dim=1)[0], states[2])
+
+
+def test_two_texts_that_are_written_by_turns_are_told_apart() -> None:
+    model, name, ids = built(llama), BLOCKS[llama], prompt()
+    with capture(model, name) as rec, torch.no_grad():
+        caches = [model(text, use_cache=True).past_key_values for text in (ids, ids.flip(1))]
+        for token in (ids[:, :1], ids[:, 1:2]):
+            for cache in caches:
+                model(token, past_key_values=cache)
+    assert told(rec, name) == [(0, 0), (0, 0), (1, 5), (1, 5), (2, 6), (2, 6)]
+    with pytest.raises(ValueError, match="several sequences"):
+        rec.cat(name, dim=1)
+    with pytest.raises(ValueError, match="several sequences"):
+        rec.cat(f"{name}#1:3", dim=1)
+
+
+def test_the_calls_of_guided_decoding_without_the_prompt_are_a_sequence_of_their_own() -> None:
+    model, name, ids = built(llama), BLOCKS[llama], prompt()
+    with capture(model, name) as rec:
+        generated(model, ids, tokens=4, guidance_scale=1.5)
+    assert told(rec, name)[::2] == [(0, 0), (1, 5), (2, 6), (3, 7)]
+    assert told(rec, name)[1::2] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    with pytest.raises(ValueError, match="several sequences"):
+        rec.cat(f"{name}#1:3", dim=1)
+
+
+def test_beam_search_without_a_cache_is_joined_from_the_last_token_of_each_step() -> None:
+    model, name, ids = built(gpt2), BLOCKS[gpt2], prompt(rows=3)
+    for eos in (None, *range(3, 20)):
+        with capture(model, name) as rec:
+            options = {"num_beams": 2, "use_cache": False, "eos_token_id": eos, "return_dict_in_generate": True}
+            out = generated(model, ids, **options)
+        joined, wanted = rec.cat(name, dim=1, beams=out.beam_indices), whole(model, name, ids, out.sequences)
+        assert joined.shape == wanted.shape
+        for row, end in enumerate((out.beam_indices >= 0).sum(1).tolist()):
+            close(joined[row, : 4 + end], wanted[row, : 4 + end])

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import torchhook as th
 from tests.roles_models import build
+from torchhook.errors import SelectorError
 
 
 class _Attention(nn.Module):
@@ -200,3 +201,242 @@ def test_what_looks_back_or_ahead_only_is_no_feed_forward_part(back: bool, batch
 def test_the_mixer_of_mamba_is_neither_attention_nor_a_feed_forward_part() -> None:
     roles = th.roles(build("mamba"))
     assert {name.rpartition(".")[0] for name in roles.sites if name[-1].isdecimal()} == {"resid_pre", "resid_post"}
+
+
+class _DropPath(nn.Module):
+    """Drops whole branches, in training mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0.5 * (torch.rand(x.shape[0], *[1] * (x.dim() - 1)) + 0.5).floor() if self.training else x
+
+
+class DropPaths(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.r = _DropPath(), _DropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.p(self.a(x))
+        return x + self.r(self.f(x))
+
+
+class OneDropPath(DropPaths):
+    """One module for both branches, as in DINOv2: its address stands for two values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.p(self.a(x))
+        return x + self.p(self.f(x))
+
+
+class DropPathInline(_Block):
+    """Its sum is the first of its additions, but for training mode."""
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return x / 0.5 * (torch.rand(x.shape[0], 1, 1) + 0.5).floor() if self.training else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._dropped(self.a(x))
+        return x + self._dropped(self.f(x))
+
+
+@pytest.mark.parametrize("block", [DropPaths, OneDropPath, DropPathInline])
+def test_what_is_dropped_while_training_is_named_where_it_was_dropped_or_not_at_all(block: type[nn.Module]) -> None:
+    model = nn.Sequential(block(), block())
+    roles = th.roles(model, torch.randn(6, 5, 8))
+    assert ("attn_out.1" in roles) == (block is not DropPathInline)
+    assert ("resid_mid.1" in roles) == (block is not DropPathInline)
+    if block is DropPathInline:
+        assert "in training mode" in roles.refused["resid_mid.1"]
+        return
+    for training in (True, False):
+        with th.capture(model.train(training), [*roles]) as rec:
+            model(torch.randn(6, 5, 8))
+        torch.testing.assert_close(rec["@resid_pre.1"] + rec["@attn_out.1"], rec["@resid_mid.1"])
+        torch.testing.assert_close(rec["@resid_mid.1"] + rec["@mlp_out.1"], rec["@resid_post.1"])
+
+
+class InlineAttention(_Block):
+    """With a mask, its first addition is that of the mask."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.a.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2)
+        scores = scores if mask is None else scores + mask
+        x = x + self.a.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.f(x)
+
+
+class _Stack(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *given)
+        return x
+
+
+def test_a_name_for_one_of_several_operations_is_an_error_where_there_are_more_or_less_of_them() -> None:
+    model, x, mask = _Stack(InlineAttention(), InlineAttention()), torch.randn(2, 5, 8), torch.randn(5, 5)
+    for inputs, others in (((x,), (x, mask)), ((x, mask), (x,))):
+        th.roles(model, inputs)
+        with th.capture(model, "@resid_mid.1", "@attn_out.1", "@resid_pre.1") as rec:
+            model(*inputs)
+        torch.testing.assert_close(rec["@resid_pre.1"] + rec["@attn_out.1"], rec["@resid_mid.1"])
+        with pytest.raises(SelectorError, match=r"add runs . times.*now it ran . times.*th\.roles\(model, inputs\)"):
+            with th.capture(model, "@resid_mid.1"):
+                model(*others)
+        with th.capture(model, "@resid_post.*", "@mlp_out.1") as rec:
+            model(*others)
+        assert len(rec) == 3
+
+
+def test_what_goes_into_the_first_block_is_a_tensor_whatever_else_it_is_called_with() -> None:
+    model, x, mask = _Stack(InlineAttention(), InlineAttention()), torch.randn(2, 5, 8), torch.randn(5, 5)
+    for inputs, others in (((x,), (x, mask)), ((x, mask), (x,))):
+        th.roles(model, inputs)
+        with torch.no_grad(), th.capture(model, "@resid_pre.0") as rec:
+            model(*others)
+        assert torch.equal(rec["@resid_pre.0"], x)
+        with torch.no_grad(), th.edit(model, {"@resid_pre.0": th.edits.scale(2.0)}):
+            changed = model(*others)
+        with torch.no_grad():
+            assert torch.equal(changed, model(2 * x, *others[1:]))
+
+
+class SmallAlpha(_Block):
+    """What is added is half of what attention makes, and both are small beside the stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.add(x, self.a(x), alpha=0.5)
+        return torch.add(x, self.f(x), alpha=0.5)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 0.1), (torch.float32, 0.0)])
+def test_what_is_small_beside_the_stream_is_not_taken_for_what_is_added(dtype: torch.dtype, factor: float) -> None:
+    model = nn.Sequential(SmallAlpha(), SmallAlpha()).to(dtype)
+    with torch.no_grad():
+        for block in model:
+            for parameter in (*block.a.out.parameters(), *block.f[2].parameters()):
+                parameter.mul_(factor)
+    roles = th.roles(model, 100 * torch.randn(2, 5, 8, dtype=dtype))
+    assert not {"attn_out.0", "attn_out.1", "mlp_out.0", "mlp_out.1"} & set(roles.sites)
+
+
+class TwoParts(_Block):
+    """The stream is kept in two parts, and the next block adds them up: neither is what stands between blocks."""
+
+    def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + more
+        x = x + self.a(x)
+        return x, self.f(x)
+
+
+def test_a_stream_that_is_handed_on_in_two_parts_has_no_names() -> None:
+    class Model(_Stack):
+        def forward(self, x: Tensor, *given: Tensor) -> Tensor:
+            more = torch.zeros_like(x)
+            for block in self.blocks:
+                x, more = block(x, more)
+            return x + more
+
+    assert not len(th.roles(Model(TwoParts(), TwoParts(), TwoParts()), torch.randn(2, 5, 8)))
+
+
+class TokensFirst(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = x + self.a(x.transpose(0, 1)).transpose(0, 1)
+        x = x + self.f(x)
+        return x.transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_same_numbers_in_other_dims_are_not_the_stream(batch: int) -> None:
+    roles = th.roles(nn.Sequential(TokensFirst(), TokensFirst()), torch.randn(batch, 5, 8))
+    assert "resid_mid.1" not in roles
+    assert "attn_out.1" not in roles
+
+
+class StateBesideAttention(_Block):
+    """As in Falcon-H1: something else is added to what attention makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.n(x)
+        x = x + (self.gate(h).cumsum(1) + self.a(h))
+        return x + self.f(x)
+
+
+class AdaptedAttention(_Block):
+    """With a low-rank adapter by hand, which is made from the same values of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.out = _Adapted(self.a.out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.a(x)
+        return x + self.f(x)
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))
+
+
+def test_what_attention_adds_together_with_something_else_is_not_what_it_adds() -> None:
+    x = torch.randn(2, 5, 8)
+    mixed = th.roles(nn.Sequential(StateBesideAttention(), StateBesideAttention()), x)
+    assert {"attn_out.1", "q.1", "z.1"} <= set(mixed.refused)
+    assert mixed["resid_mid.1"] == "1/add(1)"
+    assert th.roles(nn.Sequential(AdaptedAttention(), AdaptedAttention()), x)["attn_out.1"] == "1.a"
+
+
+class ScoresInPlace(_Block):
+    """A bias is added in place, and the product is written with einsum, as in LongT5."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.a.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
+        scores += torch.ones(5, 5)
+        x = x + self.a.out(torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).flatten(2))
+        return x + self.f(x)
+
+
+class CrossByEinsum(_Block):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        q, _, _ = self.a.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        _, k, v = self.b.qkv(other).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        weights = torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1)
+        x = x + self.a.out(torch.einsum("bhqk,bhkd->bqhd", weights, v).flatten(2))
+        return x + self.f(x)
+
+
+def test_attention_to_the_stream_and_to_something_else_are_told_apart() -> None:
+    x = torch.randn(2, 5, 8)
+    own = th.roles(nn.Sequential(ScoresInPlace(), ScoresInPlace()), x)
+    assert own["attn_out.1"] == "1.a.out"
+    assert "cross_attn_out.1" not in own
+    cross = th.roles(_Stack(CrossByEinsum(), CrossByEinsum()), (x, torch.randn(2, 4, 8)))
+    assert cross["cross_attn_out.1"] == "blocks.1.a.out"
+    assert "attn_out.1" not in cross
+
+
+def test_positions_that_are_given_are_not_taken_for_tokens() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(9, 8), nn.Embedding(50, 8)
+            self.blocks = nn.Sequential(FeedForwardFirst(), FeedForwardFirst())
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return self.blocks(self.tokens(input_ids) + self.places(position_ids))
+
+    ids = torch.randint(0, 9, (2, 5))
+    roles = th.roles(Model(), {"input_ids": ids, "position_ids": torch.arange(5).expand(2, 5)})
+    assert roles["embed"] == "tokens"

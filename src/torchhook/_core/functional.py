@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
+from torchhook._recording.address import Site
 from torchhook._torch import sharded
 from torchhook._values import tree
-from torchhook.errors import SessionError
+from torchhook.errors import SelectorError, SessionError
 
 # Python's names for operators, where they differ from the name of the tensor method.
 _OPERATORS = {
@@ -129,6 +130,21 @@ class Listener:
         return output
 
 
+class _WholeTap(LeaveTap):
+    """Says when a module has run, and before that, if it has not raised, that it has come to its end."""
+
+    def __init__(self, function: Callable[[nn.Module], None], finish: Callable[[nn.Module], None]) -> None:
+        super().__init__(function)
+        self._finish = finish
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        try:
+            if output is not None:
+                self._finish(module)
+        finally:
+            super().__call__(module, args, output)
+
+
 class SiteListener(Listener):
     """The operations that have sites, in the modules that have them; nothing else is looked at for long."""
 
@@ -143,22 +159,31 @@ class SiteListener(Listener):
         # Where "add(1)" is asked for: how often each operation came in the call of its module that is on its way.
         self._counted: set[tuple[int, str]] = set()
         self._counts: dict[int, list[Counter[str]]] = {}
+        self.totals: dict[tuple[int, str], set[int]] = {}
+        """How often each of these came in whole calls of its module."""
+        self._expected: dict[tuple[int, str], tuple[Site, Collection[int]]] = {}
 
-    def tap(self, module: nn.Module, name: str, path: str, inward: bool) -> Tap:
-        """What the inputs or outputs of an operation in a module pass."""
+    def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> Tap:
+        """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
+
+        Its place among its like says something only where there are as many of them as there were.
+        """
+        name = str(site.op)
         self._modules[id(module)] = module
         plain = _NUMBERED.sub("", name)
         self._names.add(plain)
-        if plain != name:
+        if expected:
+            self._expected[id(module), plain] = site, expected
+        if plain != name or expected:
             self._counted.add((id(module), plain))
-        return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(path))
+        return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(site.path))
 
     def taps(self) -> Iterator[Tap]:
         yield from self._inputs.values()
         yield from self._outputs.values()
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
-        enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
+        enter, leave = EnterTap(self.enter), _WholeTap(self.leave, self._finish)
         if id(index.root) not in self._modules:
             yield index.root, EnterTap(self._begin)
         for module in self._modules.values():
@@ -196,6 +221,23 @@ class SiteListener(Listener):
         super().leave(module)
         if self._counted and (counts := self._counts.get(id(module))):
             counts.pop()
+
+    def _finish(self, module: nn.Module) -> None:
+        """A call of a module is over, and it was not left by an exception."""
+        if not self._counts.get(id(module)):
+            return
+        for key in self._counted:
+            if key[0] == id(module):
+                total = self._counts[id(module)][-1][key[1]]
+                self.totals.setdefault(key, set()).add(total)
+                site, expected = self._expected.get(key, (None, ()))
+                if site is not None and total and total not in expected:
+                    known = " or ".join(map(str, sorted(expected)))
+                    raise SelectorError(
+                        f"{site.shown!r} was shown to be {site.but(role='').shown!r} where {key[1]} runs {known} times "
+                        f"in a call of that module, and now it ran {total} times, so that it may be another one: call "
+                        "th.roles(model, inputs) with inputs like these first."
+                    )
 
     def unwind(self, depth: int) -> None:
         super().unwind(depth)

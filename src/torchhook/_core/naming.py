@@ -7,7 +7,7 @@ up, so that a name is taken wherever a selector is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,6 +25,11 @@ class Names(Protocol):
 
     @property
     def refused(self) -> Mapping[str, str]: ...
+
+    @property
+    def times(self) -> Mapping[Site, Collection[int]]:
+        """How often the operations run that names stand for, in a call of their modules: as it was when shown."""
+        ...
 
 
 Finder = Callable[[nn.Module], Names]
@@ -50,6 +55,12 @@ def remember(model: nn.Module, names: Names) -> None:
 def known(model: nn.Module) -> Names | None:
     """The names of a model, if they were found before."""
     return _known.get(id(model))
+
+
+def times(model: nn.Module, site: Site) -> Collection[int]:
+    """How often the operation that a name stands for may run in a call of its module; nothing, where any number may."""
+    names = known(model) if site.role else None
+    return () if names is None else names.times.get(Site(site.path, site.op), ())
 
 
 def plain(model: nn.Module) -> list[tuple[str, str]]:

@@ -69,17 +69,28 @@ def only_keep(sites: Sequence[Site], look: Look, seen: set[Site]) -> Look:
 
 def of_leaf(site: Site, look: Look) -> Look:
     """Looks at the one part of a value that a site names."""
-    if not site.leaf:
+    if not site.leaf and not _is_named_input(site):
         return look
 
     def look_at_leaf(value: Any, call: int) -> None:
         try:
-            part = tree.get(value, site.leaf)
+            part = tree.get(value, _part(site, value))
         except KeyError as error:
             raise SelectorError(f"{site.shown!r}: {error.args[0]}.") from None
         look(part, call)
 
     return look_at_leaf
+
+
+def _is_named_input(site: Site) -> bool:
+    return bool(site.role) and site.port in ("input", "grad_input")
+
+
+def _part(site: Site, value: Any) -> str:
+    """Which part of a value is meant: of a standard name the same tensor, whether it is given alone or with others."""
+    if _is_named_input(site) and site.leaf in ("", "args.0"):
+        return "args.0" if type(value) is Inputs and value.args else ""
+    return site.leaf
 
 
 def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
@@ -135,7 +146,14 @@ def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> edits.
     if not own_threads and edits.asks_step(change):
         raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
     change = edits.placed(change, target.site, heads_at(index, target))
-    return edits.at(target.site.leaf, change) if target.site.leaf else change
+    if not _is_named_input(target.site):
+        return edits.at(target.site.leaf, change) if target.site.leaf else change
+
+    def change_part(value: Any, site: Site) -> Any:
+        leaf = _part(target.site, value)
+        return edits.at(leaf, change)(value, site) if leaf else change(value, site)
+
+    return change_part
 
 
 def editor(site: Site, edit: edits.Edit) -> Edit:

@@ -6,6 +6,7 @@ on which it stands; those of a loop that somebody wrote, by the cache that goes 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from types import FrameType
@@ -143,6 +144,27 @@ def _weak(cache: Any) -> ref[Any] | None:
         return None
 
 
+@dataclasses.dataclass(slots=True)
+class _Trail:
+    """Where the calls with one cache have come to."""
+
+    before: Pass | None = None
+    """The last of them."""
+    cache: ref[Any] | None = None
+    place: tuple[int, bool] | None = None
+    frame: FrameType | None = None
+    """Of a generation without a cache, which nothing else tells from the next: it would hold one for too long."""
+    counts: bool = True
+    """Whether the cache held as many tokens after the last call as it was given."""
+    empty: bool = False
+    """Whether it held none: it is handed in, and the model makes no use of it."""
+
+    @property
+    def alive(self) -> Any:
+        """Its cache, while somebody holds it."""
+        return None if self.cache is None else self.cache()
+
+
 class Steps:
     """Counts the calls of a session's model, and tells its recording."""
 
@@ -150,15 +172,11 @@ class Steps:
         self._passes, self._order, self._trim = recording.passes, recording.order, recording.trim_passes
         self._scope = scope
         self._running: tuple[nn.Module, Pass] | None = None
-        self._before: Pass | None = None
-        self._last_place: tuple[int, bool] | None = None
-        self._frame: FrameType | None = None
-        """Of a generation without a cache, which nothing else tells from the next: it would hold one for too long."""
-        self._cache: ref[Any] | None = None
+        self._trail = _Trail()
+        self._others: list[_Trail] = []
+        """Those of other caches that are still alive: two texts may be written by turns, as in guided decoding."""
         self._sequences = 0
         self._trim_at = 1024
-        self._counts = True
-        """Whether the cache held as many tokens after the last call as it was given."""
         self._open_end: tuple[Any, Pass] | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -171,17 +189,19 @@ class Steps:
         self.settle()
         self._open_end = None
         given, here = Given.of(args, kwargs), place(module)
+        self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
         if here is None:
             self._by_cache(now, given)
         else:
             self._by_place(now, given, here)
-        self._before, self._cache = now, _weak(given.cache)
-        self._last_place = None if here is None else (id(here.frame), here.prefill)
-        self._frame = None if here is None or given.cache is not None else here.frame
-        if given.tokens != 1 and now.step is not None and self._cache is not None:
+        at = None if here is None else (id(here.frame), here.prefill)
+        frame = None if here is None or given.cache is not None else here.frame
+        self._trail = _Trail(now, _weak(given.cache), at, frame, self._trail.counts, self._trail.empty)
+        if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
             self._open_end = given.cache, now
-        self._passes.add(now)
+        # One that generated nothing yet may be the beginning of what its cache goes on with.
+        self._passes.add(now, keep=any(other.before is self._passes.latest for other in self._others))
         if len(self._passes) > self._trim_at:
             self._trim()
             self._trim_at = 2 * len(self._passes) + 1024
@@ -192,19 +212,31 @@ class Steps:
         """It has run, or raised."""
         if self._running is not None and self._running[0] is module:
             now = self._running[1]
-            cache = self._cache and self._cache()
+            trail = self._trail
+            cache = trail.alive
             if cache is None:  # the first call of a loop makes the cache that the next one is given
                 cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
-                self._cache = _weak(cache)
+                trail.cache = _weak(cache)
             held = length(cache)
-            self._counts = held is None or isinstance(held, Tensor) or held == _counted(now)
+            trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
+            trail.empty = type(held) is int and held == 0
             now.last = next(self._order)
             self._running = None
             leave(now)
 
+    def _follow(self, cache: Any) -> None:
+        """Go on where the calls with this cache were, if others came between."""
+        if self._trail.alive is None or self._trail.alive is cache:
+            return
+        known = next((other for other in self._others if cache is not None and other.alive is cache), None)
+        self._others = [other for other in self._others if other is not known and other.alive is not None]
+        self._others.append(self._trail)
+        if known is not None:
+            self._trail = known
+
     def _by_place(self, now: Pass, given: Given, here: Place) -> None:
         """A call that ``generate`` makes."""
-        before, now.beams = self._before, here.beams
+        before, now.beams = self._trail.before, here.beams
         if before is not None and before.step is not None and self._goes_on(given, here):
             now.step, now.sequence = before.step + (not here.prefill), before.sequence
         else:
@@ -215,36 +247,42 @@ class Steps:
 
     def _where(self, given: Given, before: Pass | None) -> Any:
         """Where the first token of a call is."""
-        if given.cache is None and given.position is None:
+        # Counted only where it has to be, and a position not asked whether it is 0: both would wait for a GPU.
+        longer = self._trail.empty and before is not None and (given.tokens or 0) > (_counted(before) or 0)
+        if longer or (given.cache is None and given.position is None):
             # All of them each time, or one after the other to a model that holds its state itself.
             counted = _counted(before)
             return 0 if before is None or (given.tokens or 0) >= (counted or 0) else counted
-        # Not asked whether it is 0: that would wait for a GPU.
-        is_told = given.position is not None and (before is None or self._counts or isinstance(given.position, Tensor))
+        is_told = given.position is not None and (
+            before is None or self._trail.counts or isinstance(given.position, Tensor)
+        )
         return given.position if is_told else _counted(before)
 
     def _goes_on(self, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
-        if self._frame is not None:
-            return self._frame is here.frame
-        if self._last_place is None or self._last_place[0] != id(here.frame) or given.cache is None:
+        trail = self._trail
+        if trail.frame is not None:
+            return trail.frame is here.frame
+        if trail.place is None or trail.place[0] != id(here.frame) or given.cache is None:
             return False
-        if here.prefill and not self._last_place[1]:
+        if here.prefill and not trail.place[1]:
             return False
-        return self._cache is None or self._cache() is given.cache or _weak(given.cache) is None
+        return trail.cache is None or trail.alive is given.cache or _weak(given.cache) is None
 
     def _by_cache(self, now: Pass, given: Given) -> None:
         """A call in a loop of somebody's own: the cache shows where it stands."""
-        before, same = self._before, self._has_cache(given.cache)
+        before, same = self._trail.before, self._has_cache(given.cache)
         if given.cache is None and given.position is None:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
         # A cache may be given that does not count what it holds, or only the last of it.
-        is_told = given.position is not None and (self._counts or not same)
+        is_told = given.position is not None and (self._trail.counts or not same)
         position = int(given.position) if is_told else None
         now.set_position(position)
-        follows = before is not None and position is not None and position > 0 and _counted(before) == position
+        # By its length alone only where the one before is not there to be asked.
+        other = self._trail.alive is not None and _weak(given.cache) is not None
+        follows = not other and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
             now.step, now.sequence = 0, self._new_sequence()
             return
@@ -254,7 +292,7 @@ class Steps:
             now.set_position(_counted(before))
 
     def _has_cache(self, cache: Any) -> bool:
-        return cache is not None and self._cache is not None and self._cache() is cache
+        return cache is not None and self._trail.alive is cache
 
     def _new_sequence(self) -> int:
         self._sequences += 1
@@ -262,7 +300,7 @@ class Steps:
 
     def settle(self) -> None:
         """See which tokens of the latest call were taken back: assisted decoding tries several, and may reject some."""
-        if self._open_end is None or not self._counts:
+        if self._open_end is None or not self._trail.counts:
             return
         cache, last = self._open_end
         left, start = length(cache), last.position
@@ -273,7 +311,7 @@ class Steps:
     def close(self) -> None:
         """Nothing more will run: let go of the cache."""
         self.settle()
-        self._open_end = self._cache = self._frame = None
+        self._open_end, self._trail, self._others = None, _Trail(), []
         if self._running is not None:
             self._running[1].last = next(self._order)
             leave(self._running[1])

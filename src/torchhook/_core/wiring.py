@@ -9,7 +9,7 @@ from itertools import chain
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchhook._core import offload
+from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
@@ -207,7 +207,13 @@ class Taps:
         if self.listener is None:
             self.listen(SiteListener(self._scope))
         assert isinstance(self.listener, SiteListener)
-        return self.listener.tap(target.module, str(target.site.op), target.site.path, inward)
+        return self.listener.tap(target.module, target.site, inward, naming.times(self.root_module, target.site))
+
+    def totals(self, target: Target) -> set[int]:
+        """How often the operation of a target came in calls of its module, where that was counted."""
+        name = str(target.site.op).partition("(")[0]
+        listener = self.listener
+        return listener.totals.get((id(target.module), name), set()) if isinstance(listener, SiteListener) else set()
 
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:

@@ -21,7 +21,7 @@ Joined = tuple[int, Any, Pass | None]
 def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
     """The values of a site, which was asked for by ``key``, joined on ``dim``, leaf by leaf."""
     if beams is not None:
-        rows = _along(key, site, rows, beams)
+        rows = _new(key, _along(key, site, rows, beams), dim)
     elif dim != 0:
         rows = _in_sequence(key, site, rows, dim)
     values = [value for _, value, _ in rows]
@@ -84,22 +84,35 @@ def _not_overwritten(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joi
         ends = [end for end in (position + tokens, passed.end, limit) if end is not None]
         length = max(min(ends) - position, 0)
         if length:
-            left.append((call, value if length == tokens else _first(key, value, dim, tokens, length), passed))
+            left.append((call, value if length == tokens else _cut(key, value, dim, tokens, slice(0, length)), passed))
         limit = position if limit is None else min(limit, position)
     return left[::-1]
 
 
-def _first(key: str, value: Any, dim: int, tokens: int, length: int) -> Any:
-    """The first tokens of a value."""
+def _new(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:
+    """The calls of one sequence, each with those of its tokens that no call before it had."""
+    left, end = list[Joined](), 0
+    for call, value, passed in rows:
+        position, tokens = (None, None) if passed is None else (passed.position, passed.tokens)
+        if position is None or tokens is None or position >= end:
+            left.append((call, value, passed))
+        elif position + tokens > end:
+            left.append((call, _cut(key, value, dim, tokens, slice(end - position, tokens)), passed))
+        end = end if position is None or tokens is None else max(end, position + tokens)
+    return left
+
+
+def _cut(key: str, value: Any, dim: int, tokens: int, wanted: slice) -> Any:
+    """Some of the tokens of a value."""
 
     def cut(tensor: Tensor) -> Tensor:
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != tokens:
             raise ValueError(
-                f"{key}: some of its tokens were computed again later, and which ones cannot be told: a call with "
+                f"{key}: some of its tokens were computed more than once, and which ones cannot be told: a call with "
                 f"{tokens} tokens has a value of shape {tuple(tensor.shape)}, so dim {dim} does not hold them. "
                 f"rec.records({key!r}) has every call with its position."
             )
-        return tensor.narrow(dim, 0, length)
+        return tensor.narrow(dim, wanted.start, wanted.stop - wanted.start)
 
     return tree.map_tensors(cut, value)
 

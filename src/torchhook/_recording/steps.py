@@ -99,9 +99,9 @@ class Passes:
     def __iter__(self) -> Iterator[Pass]:
         return iter(self._all)
 
-    def add(self, begun: Pass) -> None:
-        """Note a call; one before it that generated nothing is forgotten."""
-        if self._all and self._all[-1].step is None:
+    def add(self, begun: Pass, *, keep: bool = False) -> None:
+        """Note a call; one before it that generated nothing is forgotten, unless it may turn out to have done so."""
+        if self._all and self._all[-1].step is None and not keep:
             self._all.pop()
         self._all.append(begun)
 

@@ -8,7 +8,7 @@ import math
 from torch import nn
 
 from torchhook._recording.address import Site
-from torchhook._roles.branches import FUSED, VIEWS, Branch, Reader, is_norm
+from torchhook._roles.branches import FUSED, VIEWS, Branch, Reader, descends, is_norm
 from torchhook._roles.trace import Node, Token, Trace
 
 _PRODUCTS = frozenset({"matmul", "bmm"})
@@ -105,9 +105,10 @@ def crosses(reader: Reader, branch: Branch) -> bool | None:
     else:
         # Also past a part of it: a sink is a column that is cut off after the softmax.
         product = _taken_by(reader.trace, branch, node.made()[0], VIEWS | {"getitem"})
-        found = [token for leaf, token in product.inputs if leaf == "args.1"] if product is not None else []
+        taken = [] if product is None else [t for t in product.taken() if t in reader.trace.floating]
+        found = [t for t in taken if product is not None and not descends(reader.trace, t, product.start, node)]
         node = node if product is None else product
-    return not reader.branch(found[0], node).reads if found else None
+    return not reader.branch(found[0], node).reads if len(found) == 1 else None
 
 
 def _taken_by(trace: Trace, branch: Branch, token: Token, views: frozenset[str] = VIEWS) -> Node | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from torchhook._roles import attention, claims, experts
-from torchhook._roles.branches import Branch, Reader, Step, first_use, site_of
+from torchhook._roles.branches import Branch, Reader, Step, added, first_use, mixes_more, site_of
 from torchhook._roles.chain import Block, Chain
 from torchhook._roles.findings import Findings
 from torchhook._roles.trace import Trace
@@ -98,7 +98,7 @@ class BlockNames:
             before, after = names[start], names[k + 1]
             if not after or after not in found.sites:
                 continue
-            tokens = {self._branch_name(part): site_of(self._trace, part.token, part.sum.start) for part in parts}
+            tokens = {self._branch_name(part): added(self._trace, part) for part in parts}
             known = {name: site for name, site in tokens.items() if site is not None}
             if len(known) == len(parts) and (len(parts) == 1 or all(s.norm is None for s in steps[start:k])):
                 norm = None if step.norm is None else step.norm.module
@@ -140,7 +140,7 @@ class BlockNames:
 
     def _branch(self, role: str, found: list[Branch], kinds: list[str]) -> None:
         if len(found) == 1:
-            site = site_of(self._trace, found[0].token, found[0].sum.start)
+            site = added(self._trace, found[0])
             if site is not None:
                 self._found.name(self.name(role), site)
                 self._named[id(found[0])] = self.name(role)
@@ -221,7 +221,7 @@ class BlockNames:
 def _kind(reader: Reader, branch: Branch) -> str:
     if branch.attends is not None:
         crosses = attention.crosses(reader, branch)
-        return "other" if crosses is None else "cross" if crosses else "attn"
+        return "other" if crosses is None or mixes_more(reader, branch) else "cross" if crosses else "attn"
     chooses = any(node.name == "topk" for node in branch.calls)
     return "mlp" if branch.contractions >= 2 or chooses else "other"
 

@@ -73,8 +73,12 @@ class Reader:
         stream = {self.root(self.block.taken[1]), *(self.root(step.after) for step in bare)}
         stream |= {self.root(step.sum.made()[0]) for step in bare}
         self.stream = stream
+        given = {self.root(token) for token in self.block.node.taken()}
         for step in bare:
             (branch,) = step.branches
+            # The stream may be kept in two parts, which the next block adds up: then neither is the stream.
+            if self.root(branch.token) in given:
+                return None
             whole = self.branch(branch.token, step.sum)
             step.branches = (self._parts(whole) if len(bare) == 1 else None) or [whole]
         return bare
@@ -96,7 +100,7 @@ class Reader:
         origin = self.trace.origin(self.root(token), before)
         if origin is None or origin.name not in ADDS or not self._inside(origin):
             return None
-        operands = self._operands(origin)
+        operands = self.operands(origin)
         if operands is None:
             return None
         for stream, branch in (operands, operands[::-1]):
@@ -108,7 +112,8 @@ class Reader:
                 return [*steps, Step(stream, [placeholder], origin, None, after)]
         return None
 
-    def _operands(self, node: Node) -> tuple[Token, Token] | None:
+    def operands(self, node: Node) -> tuple[Token, Token] | None:
+        """The two tensors of one shape that a call adds up."""
         tokens = node.taken()
         if len(tokens) != 2 or any(t not in self.trace.floating for t in tokens):
             return None
@@ -133,7 +138,7 @@ class Reader:
         """All calls that a tensor was made by, back to the stream."""
         calls: dict[int, Node] = {}
         reads: set[Token] = set()
-        waiting, seen = [(token, sum_.start)], set[Token]()
+        waiting, seen = [(token, sum_.start)], set[tuple[Token, int]]()
         while waiting:
             current, before = waiting.pop()
             root = self.root(current, before)
@@ -141,13 +146,14 @@ class Reader:
             if root in self.stream or current in self.stream:
                 reads.add(root if root in self.stream else current)
                 continue
-            if current in seen:
-                continue
-            seen.add(current)
             origin = self.trace.origin(current, before)
-            if origin is not None and self._inside(origin):
+            # By both: what is written in place is the same tensor before and after.
+            if origin is None or (current, origin.end) in seen:
+                continue
+            seen.add((current, origin.end))
+            if self._inside(origin):
                 calls[id(origin)] = origin
-                waiting += [(t, origin.end) for t in origin.taken()]
+                waiting += [(t, origin.start) for t in origin.taken()]
         ordered = sorted(calls.values(), key=lambda node: node.end)
         return Branch(token, sum_, ordered, reads, next((n for n in ordered if attends(self.trace, n)), None))
 
@@ -156,7 +162,7 @@ class Reader:
         origin = self.trace.origin(self.root(whole.token), whole.sum.start)
         if origin is None or origin.name not in ADDS or whole.attends is None:
             return None
-        operands = self._operands(origin)
+        operands = self.operands(origin)
         if operands is None:
             return None
         parts = [self.branch(token, origin) for token in operands]
@@ -165,6 +171,34 @@ class Reader:
         rest = next(part for part in parts if part.attends is None)
         # A gate or a convolution beside attention is no feed-forward part: that takes two products at least.
         return parts if rest.contractions >= 2 else None
+
+
+def descends(trace: Trace, token: Token, before: int, from_: Node) -> bool:
+    """Whether a tensor was made from what another call made."""
+    waiting, seen, made = [(token, before)], set[tuple[Token, int]](), set(from_.made())
+    while waiting:
+        current, end = waiting.pop()
+        if current in made:
+            return True
+        origin = trace.origin(current, end)
+        if origin is None or (current, origin.end) in seen or origin.end < from_.start:
+            continue
+        seen.add((current, origin.end))
+        waiting += [(t, origin.start) for t in origin.taken()]
+    return False
+
+
+def mixes_more(reader: Reader, branch: Branch) -> bool:
+    """Whether something is added to what attention makes that is made without it, as the state space beside it."""
+    attention = branch.attends
+    assert attention is not None
+    for node in branch.calls:
+        if node.name in ADDS and node.start > attention.end and (operands := reader.operands(node)) is not None:
+            parts = [reader.branch(token, node) for token in operands]
+            alone = [part for part in parts if part.attends is None and part.contractions]
+            if len(alone) == 1 and len([part for part in parts if part.attends is not None]) == 1:
+                return True
+    return False
 
 
 def seen_as(trace: Trace, token: Token, before: int | None = None) -> Token:
@@ -221,6 +255,18 @@ def site_of(trace: Trace, token: Token, before: int) -> Site | None:
     ops = [node for node in makers if node.op is not None and node.outputs[0][0] == ""]
     # The first: a cast to the same type, or a dropout that drops nothing, says less than what made it.
     return ops[0].site() if ops else None
+
+
+def added(trace: Trace, branch: Branch) -> Site | None:
+    """Where a branch is what it adds: made by a module or an operation, else taken by the sum.
+
+    The latter where one module drops branches for several sums, so that its address stands for all of them.
+    """
+    site = site_of(trace, branch.token, branch.sum.start)
+    if site is None and any(node.random for node in trace.makers.get(branch.token, ())):
+        leaf = next((leaf for leaf, token in branch.sum.inputs if token == branch.token), None)
+        return None if leaf is None else branch.sum.site("input", leaf)
+    return site
 
 
 def first_use(trace: Trace, token: Token, after: int = -1) -> int:

@@ -27,6 +27,8 @@ class Claim:
     needs: tuple[Site, ...]
     holds: Callable[[Values], str | None]
     """Returns what is wrong, or ``None``."""
+    sums: bool = False
+    """Whether it is a sum: a part is only seen in it if it is as large as the others."""
     founds: bool = False
     """Whether without it there is no stream, and no name of it."""
 
@@ -67,15 +69,16 @@ def total(text: str, inputs: dict[str, Site], result: tuple[str, Site], norm: nn
         found = [different(through(_summed(order), norm), wanted) for order in orders]
         return None if None in found else found[0]
 
-    return Claim(text, names, (result[0],), (*places, result[1]), holds)
+    return Claim(text, names, (result[0],), (*places, result[1]), holds, sums=True)
 
 
 _ORDERS = ((0, 1, 2), (1, 2, 0), (0, 2, 1))
 
 
 def _laid_out(part: Tensor, like: Tensor) -> Tensor:
-    """Some blocks make one dim of batch and tokens on the way."""
-    return part.reshape(like.shape) if part.numel() == like.numel() and part.shape[-1:] == like.shape[-1:] else part
+    """Some blocks make one dim of batch and tokens on the way; as many dims in another order are something else."""
+    alike = part.dim() != like.dim() and part.numel() == like.numel() and part.shape[-1:] == like.shape[-1:]
+    return part.reshape(like.shape) if alike else part
 
 
 def _summed(parts: list[Tensor]) -> Tensor:

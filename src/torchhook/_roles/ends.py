@@ -25,7 +25,10 @@ class Ends:
 
 def embedding(trace: Trace, chain: Chain, found: Ends) -> None:
     """The module that looks up the rows of a matrix by integers that the model was called with."""
-    given = {token for token in trace.nodes[-1].taken() if token in trace.integers}
+    inputs = [(leaf, token) for leaf, token in trace.nodes[-1].inputs if token in trace.integers]
+    named = [token for leaf, token in inputs if leaf.split(".")[-1] in ("input_ids", "decoder_input_ids")]
+    # There may be more positions than tokens, and both may be given.
+    given = set(named or (token for _, token in inputs))
     lookups = [n for n in trace.nodes if n.name == "embedding" and given & {seen_as(trace, t) for t in n.taken()}]
     lookups = [node for node in lookups if _leads_to(trace, node, chain)]
     if not lookups:
@@ -44,15 +47,15 @@ def embedding(trace: Trace, chain: Chain, found: Ends) -> None:
 def _leads_to(trace: Trace, node: Node, chain: Chain) -> bool:
     """Whether what goes into the first block is made from what a call made."""
     first = chain.blocks[0]
-    waiting, seen, made = [(first.taken[1], first.node.start)], set[int](), set(node.made())
+    waiting, seen, made = [(first.taken[1], first.node.start)], set[tuple[int, int]](), set(node.made())
     while waiting:
         token, before = waiting.pop()
         if token in made:
             return True
         origin = trace.origin(token, before)
-        if token not in seen and origin is not None:
-            seen.add(token)
-            waiting += [(t, origin.end) for t in origin.taken()]
+        if origin is not None and (token, origin.end) not in seen:
+            seen.add((token, origin.end))
+            waiting += [(t, origin.start) for t in origin.taken()]
     return False
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from torchhook._recording.address import Site
-from torchhook._roles.branches import ADDS, Branch, Reader, site_of
-from torchhook._roles.trace import Node, Token
+from torchhook._roles.branches import ADDS, Branch, Reader, descends, site_of
+from torchhook._roles.trace import Node
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "einsum"})
 
@@ -60,7 +60,7 @@ def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> No
     before = branch.sum.start
     origin = trace.origin(token, before)
     if origin is not None and origin.name in ADDS and len(origin.inputs) == 2 and _several(reader, origin):
-        parts = [(t, _descends(reader, t, origin.start, choice)) for t in origin.taken()]
+        parts = [(t, descends(trace, t, origin.start, choice)) for t in origin.taken()]
         routed = [t for t, chosen in parts if chosen]
         if len(routed) == 1:
             rest = next(t for t, chosen in parts if not chosen)
@@ -79,18 +79,3 @@ def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> No
 def _several(reader: Reader, node: Node) -> bool:
     shapes = reader.trace.shapes
     return all(shapes[t][-1:] == shapes[node.made()[0]][-1:] for t in node.taken())
-
-
-def _descends(reader: Reader, token: Token, before: int, from_: Node) -> bool:
-    """Whether a tensor was made from what another call made."""
-    waiting, seen, made = [(token, before)], set[Token](), set(from_.made())
-    while waiting:
-        current, end = waiting.pop()
-        if current in made:
-            return True
-        origin = reader.trace.origin(current, end)
-        if current in seen or origin is None or origin.end < from_.start:
-            continue
-        seen.add(current)
-        waiting += [(t, origin.end) for t in origin.taken()]
-    return False

@@ -31,7 +31,9 @@ def found(model: nn.Module, inputs: Inputs) -> Roles:
         elif name not in judge.tried:
             refused[name] = "nothing could be claimed of it that would show it to be right."
     sites = {name: site for name, site in named.sites.items() if name not in refused}
-    return Roles(sites, refused, type(model).__name__)
+    result = Roles(sites, refused, type(model).__name__)
+    result.times = judge.times
+    return result
 
 
 def _named(trace: Trace) -> Findings:
@@ -87,6 +89,7 @@ def _claim_norm(trace: Trace, chain: Chain, named: Findings) -> None:
 
 def _try(judge: Judge, named: Findings) -> None:
     judge.on_inputs(named.claims, _is_boundary)
+    judge.in_training(named.claims, _is_boundary)
     kinds: dict[str, list[str]] = {}
     for name in named.sites:
         head, _, number = name.rpartition(".")

@@ -49,6 +49,7 @@ def roles(model: nn.Module, inputs: Any = None, *, table: Mapping[str, str] | No
         proven = find.found(root, arguments)
         refused = {name: why for name, why in proven.refused.items() if name not in own}
         result = Roles({**proven.sites, **own}, refused, type(root).__name__)
+        result.times = proven.times
     naming.remember(root, result)
     return result
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,12 @@ class Judge:
         self.tried: set[str] = set()
         """Names for which something was shown to hold."""
         self._broken: set[int] = set()
+        self._sizes: dict[str, float] = {}
+        """How large the largest part is of the sums that a name goes into."""
+        self.times: dict[Site, set[int]] = {}
+        """How often operations came in a call of their module, of those that names stand for."""
+        self._several: set[Site] = set()
+        """Sites with more than one value in the latest run."""
 
     def tokenwise(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
         """Try what is claimed of feed-forward parts, while most tokens of what they are made from change."""
@@ -70,6 +75,7 @@ class Judge:
                     raise
                 continue  # a way to call it that was ours, not the user's, and is not the model's
             for claim in claims:
+                self._measure(claim, values)
                 why = _tested(claim, values)
                 names = [*claim.inputs, *claim.results]
                 # What did not run is at fault alone; what goes with it is only left without this proof.
@@ -83,6 +89,27 @@ class Judge:
                 for name in absent or names:
                     if not spared(name):
                         self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
+
+    def in_training(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
+        """Try the sums in training mode, in which some blocks do more: branches are dropped, operations renumbered."""
+        sums = [claim for claim in claims if claim.sums and id(claim) not in self._broken]
+        try:
+            with calling.in_mode(self._model, training=True):
+                values = self._run(self._probes[0][1], sums, {})
+        except Exception:  # it need not run so on these inputs
+            return
+        for claim in sums:
+            if any(values[site] is None and site not in self._several for site in claim.needs):
+                continue  # whole layers may be dropped
+            if (why := _tested(claim, values)) is not None:
+                for name in (*claim.inputs, *claim.results):
+                    if not spared(name):
+                        self.wrong.setdefault(name, f"{claim.text} does not hold in training mode: {why}.")
+
+    def _measure(self, claim: Claim, values: Values) -> None:
+        sizes = [_size(values[site]) for site in claim.needs if isinstance(values[site], Tensor)]
+        for name in claim.inputs if claim.sums else ():
+            self._sizes[name] = max([self._sizes.get(name, 0.0), *sizes])
 
     def _refuse_stack(self, claim: Claim, why: str) -> None:
         """What stands on the stream is no norm: then it is no stream of sums, and nothing of it has a standard name."""
@@ -102,7 +129,7 @@ class Judge:
         tried = [c for c in tried if not any(self._sites.get(result) in places for result in c.results)]
         if not tried:
             return
-        changes = {self._sites[name]: (edit or _moved)(name) for name in names}
+        changes = {self._sites[name]: (edit or self._moved)(name) for name in names}
         values = self._run(self._probes[0][1], tried, changes)
         for claim in tried:
             why = _tested(claim, values)
@@ -118,15 +145,28 @@ class Judge:
             for target in resolve(self._index, site):
                 session.edit(target, edit)
         needed = list(dict.fromkeys(site for claim in claims for site in claim.needs))
-        session.record(resolve(self._index, needed), Keep())
+        targets = resolve(self._index, needed)
+        session.record(targets, Keep())
         with session as recording:
             calling.called(self._model, probe.args, probe.kwargs)
-        return {site: _value(recording, site) for site in needed}
+        for target in targets:
+            if target.site.op is not None and not edits:
+                place = Site(target.site.path, target.site.op)
+                self.times.setdefault(place, set()).update(session.totals(target) or (1,))
+        counts = {site: len(recording.all(site)) if site in recording else 0 for site in needed}
+        self._several = {site for site, count in counts.items() if count > 1}
+        return {site: recording.all(site)[0] if count == 1 else None for site, count in counts.items()}
+
+    def _moved(self, name: str) -> Edit:
+        def move(value: Tensor) -> Tensor:
+            # As large as what it is added to: by rounding, anything holds for what is small beside it.
+            return value + _noise(value, name) * max(_size(value), self._sizes.get(name, 0.0), 1e-3)
+
+        return move
 
 
-def _value(recording: Any, site: Site) -> Any:
-    values = recording.all(site) if site in recording else []
-    return values[0] if len(values) == 1 else None
+def _size(value: Tensor) -> float:
+    return float(value.double().square().mean().sqrt())
 
 
 def _tested(claim: Claim, values: Values) -> str | None:
@@ -137,14 +177,6 @@ def _tested(claim: Claim, values: Values) -> str | None:
         return claim.holds(values)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # shapes that do not go together
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-
-
-def _moved(name: str) -> Edit:
-    def move(value: Tensor) -> Tensor:
-        size = value.double().square().mean().sqrt().clamp_min(1e-3).item()
-        return value + _noise(value, name) * size
-
-    return move
 
 
 def _with_two_tokens(name: str, run: str) -> Edit:

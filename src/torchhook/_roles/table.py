@@ -17,6 +17,7 @@ class Roles(Mapping[str, Site]):
     """
 
     def __init__(self, sites: Mapping[str, Site], refused: Mapping[str, str], model_name: str = "") -> None:
+        self.times: dict[Site, set[int]] = {}
         self.sites: dict[str, Site] = dict(sites)
         self.refused: dict[str, str] = dict(refused)
         self.model_name = model_name

@@ -46,7 +46,7 @@ class Node:
     start_of: int = -1
     """Of an operation, when the call of the module began in which it ran."""
     random: float = 0.0
-    """The probability with which a dropout would drop, were the model in training mode."""
+    """The probability with which a dropout would drop, were the model in training mode; 1 where it is not known."""
 
     @property
     def name(self) -> str:
@@ -190,6 +190,19 @@ def _probability(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     return float(p) if isinstance(p, (int, float)) else 0.5
 
 
+def _randomness(module: nn.Module, shape: tuple[int, ...]) -> float:
+    """Whether a module that hands on what it takes would make something else of it in training mode (drop path)."""
+    if next(module.children(), None) is not None or next(module.parameters(), None) is not None:
+        return 0.0
+    given = torch.ones(shape)
+    try:
+        with calling.in_mode(module, training=True):
+            made = module(given)
+    except Exception:  # it takes something else
+        return 0.0
+    return float(isinstance(made, Tensor) and (made.shape != shape or not torch.equal(made, torch.ones(shape))))
+
+
 def traced(model: nn.Module, inputs: Inputs) -> Trace:
     """Run the model once and write down what flowed where."""
     session = Session(model, warn=False)
@@ -205,4 +218,7 @@ def traced(model: nn.Module, inputs: Inputs) -> Trace:
     with session:
         calling.call(model, inputs)
     tokens = recorder.tokens
+    for node in recorder.nodes:
+        if node.op is None and node.taken() == node.made():
+            node.random = _randomness(node.module, tokens.shapes[node.made()[0]])
     return Trace(recorder.nodes, tokens.shapes, tokens.floating, tokens.integers, recorder.runs)
