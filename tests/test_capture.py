@@ -352,7 +352,9 @@ class TakesAny(nn.Linear):
 def test_run_refuses_a_keyword_that_is_nearly_one_of_its_own_and_no_other(name: str, instead: str) -> None:
     model, one = TakesAny(2, 2), torch.ones(1, 2)
     for given in (model, nn.DataParallel(model)):
-        with pytest.raises(TypeError, match=re.escape(f"th.run has no {name}=") + ".*" + re.escape(f"write {instead}.")):
+        with pytest.raises(
+            TypeError, match=re.escape(f"th.run has no {name}=") + ".*" + re.escape(f"write {instead}.")
+        ):
             th.run(given, one, **{name: {"(model)": th.edits.zero()}})
     th.run(model, one, kwargs={name: 1})
     assert model.got == {name: 1}
