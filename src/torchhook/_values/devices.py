@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -34,7 +36,7 @@ def _count(kind: str) -> int | None:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     # By what torch says of the kind: memory on it would start the device, and with it what cannot be forked any more.
-    module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
+    module: Any = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
     if not hasattr(module, "is_available") or not hasattr(module, "device_count"):
         return None
     return int(module.device_count()) if module.is_available() else 0
