@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -325,3 +326,46 @@ def test_the_signature_of_capture_has_the_names_of_the_contract() -> None:
     names = set(inspect.signature(th.capture).parameters)
     assert names >= {"keep", "device", "dtype", "transform", "max_records", "stop", "exclude", "threads"}
     assert set(inspect.signature(th.run).parameters) >= {"capture", "stop", "keep", "device", "dtype", "transform"}
+
+
+class TakesAny(nn.Linear):
+    """As models of transformers do."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        self.got = kwargs
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("edits", "edit={site: edit}"),
+        ("captures", "capture=…"),
+        ("sites", "capture=…"),
+        ("selectors", "capture=…"),
+        ("transforms", "transform=…"),
+        ("max_records", "th.capture(model, …, max_records=…).run(…)"),
+        ("threads", "th.capture(model, …, threads=…).run(…)"),
+        ("gather", "th.capture(model, …, gather=…).run(…)"),
+    ],
+)
+def test_run_refuses_a_keyword_that_is_nearly_one_of_its_own_and_no_other(name: str, instead: str) -> None:
+    model, one = TakesAny(2, 2), torch.ones(1, 2)
+    for given in (model, nn.DataParallel(model)):
+        with pytest.raises(
+            TypeError, match=re.escape(f"th.run has no {name}=") + ".*" + re.escape(f"write {instead}.")
+        ):
+            th.run(given, one, **{name: {"(model)": th.edits.zero()}})
+    th.run(model, one, kwargs={name: 1})
+    assert model.got == {name: 1}
+    th.run(model, one, use_cache=True)
+    assert model.got == {"use_cache": True}
+
+
+def test_run_passes_a_keyword_that_the_model_names_itself() -> None:
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor, sites: int, **kwargs: Any) -> Tensor:
+            return x * sites
+
+    for model in (Drawn(), torch.compile(Drawn(), backend="eager")):
+        assert th.run(model, torch.ones(1), edit={}, sites=3)[0].item() == 3  # type: ignore[arg-type]

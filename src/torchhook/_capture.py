@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchhook._core.index import Index
+from torchhook._core import calling
+from torchhook._core.index import Index, unwrapped
 from torchhook._core.keep import Keep, Transform
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
@@ -171,6 +172,7 @@ def run(
     With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
     taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
     """
+    _refuse_meant_for_run(model, model_kwargs)
     if capture is None and edit is not None:
         if stop:
             raise ValueError("stop=True ends the forward pass at the last captured site: say capture= too.")
@@ -194,3 +196,21 @@ def run(
 
 # Arguments of ``run`` have the names of these two.
 _capture, _edit = capture, edit
+
+
+def _refuse_meant_for_run(model: nn.Module, given: dict[str, Any]) -> None:
+    """A keyword that is nearly one of ours would be swallowed by a model that takes any, and do nothing."""
+    for name in given:
+        if name in _MEANT and name not in calling.parameter_names(unwrapped(model)):
+            raise TypeError(
+                f"th.run has no {name}=, and the model's forward names none: write {_MEANT[name]}. If the model is to "
+                f"get it, among any keywords that it takes: kwargs={{{name!r}: …}}."
+            )
+
+
+_MEANT = {
+    **dict.fromkeys(("captures", "sites", "selectors"), "capture=…"),
+    "edits": "edit={site: edit}",
+    "transforms": "transform=…",
+    **{name: f"th.capture(model, …, {name}=…).run(…)" for name in ("gather", "max_records", "threads")},
+}

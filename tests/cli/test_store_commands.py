@@ -95,7 +95,7 @@ def test_broken_images_are_left_out_up_to_a_limit_and_tried_again(torchhook: Com
     refused = torchhook(*line)
     assert refused.code == 2
     assert "row 5 of the data has files of other names or contents" in refused.err
-    assert "1 rows were skipped: where only these were repaired, --retry-skipped" in refused.err
+    assert "1 row was skipped: where only this one was repaired, --retry-skipped" in refused.err
     assert torchhook(*line, "--retry-skipped").code == 0
     for again in ((), ("--retry-skipped",)):
         assert torchhook(*line, *again).code == 0

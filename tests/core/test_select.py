@@ -443,3 +443,14 @@ def test_a_users_own_attribute_called_module_keeps_its_name() -> None:
     model.module = nn.Sequential(nn.ReLU())
     assert chosen("**", model) == ["module", "module.0"]
     assert chosen("module.0", nn.DataParallel(model)) == ["module.0"]
+
+
+@pytest.mark.parametrize("calls", ["x", "1-2", "", "1:2:3", "1.5", " 1", "all"])
+def test_calls_that_cannot_be_read_are_told_how_they_are_written(calls: str) -> None:
+    how = f"{'#' + calls!r} names no call of {{}}: write '#1' for one, '#1:' for those from there on"
+    for port in ("", ":input"):
+        assert how.format("'fc'") in complaint(f"fc#{calls}{port}")
+    assert how.format("'layer1.*'") in complaint(f"layer1.*#{calls}")
+    assert how.format("'add_'") in complaint(f"layer1.0/add_#{calls}")
+    assert how.format("'fc.weight'") in complaint(f"fc.weight#{calls}")
+    assert complaint(f"fcc#{calls}").startswith(f"no layer 'fcc#{calls}' in the model. ")

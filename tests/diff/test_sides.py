@@ -187,6 +187,50 @@ def test_calls_of_one_module_stay_one_site_where_the_program_has_a_copy_for_each
     assert [(row.site, row.status) for row in result] == [("scaled#0", "same"), ("scaled#1", "same"), ("", "same")]
 
 
+class PassesOn(nn.Module):
+    """Layers without an operation of their own, among others; one of them computes from its second call on."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, by: float) -> Tensor:
+            return x if by == 1 else x * by
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.act, self.drop = nn.Linear(2, 2), act, nn.Dropout(0.5)
+        self.empty, self.scaled = nn.Sequential(nn.Identity()), self.Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.empty(self.act(self.fc(x)))
+        return self.drop(self.scaled(self.scaled(x, 1.0), 3.0))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_layers_that_pass_on_what_they_get_are_no_difference_to_a_program(local: bool) -> None:
+    model = PassesOn(nn.Identity()).eval()
+    result = diff(model, exported(model, X), X, local=local)
+    assert result.ok, result
+    assert result.first is None
+    left_out = ["act", "empty.0", "empty", "scaled#0"]
+    assert [row.site for row in result.missing] == [row.site for row in result if row.status == "left out"] == left_out
+    assert "all the same; 4 left out" in str(result)
+    assert (result["scaled#1"].status, result["scaled#1"].max_abs) == ("same", 0.0)
+    assert diff(exported(model, X), model, X).ok
+
+
+def test_a_layer_that_a_program_lacks_and_that_computes_is_a_difference() -> None:
+    model, port = PassesOn(nn.ReLU(inplace=True)).eval(), PassesOn(nn.Identity()).eval()
+    with torch.no_grad():
+        model.fc.bias.fill_(-100.0)  # what is passed on is below zero: the ReLU changes it
+    port.load_state_dict(model.state_dict())
+    result = diff(model, exported(port, X), X)
+    assert (result["act"].status, result["empty"].status, result.ok) == ("only in A", "left out", False)
+    with torch.no_grad():
+        port.fc.bias += 1.0
+    first = diff(port, exported(PassesOn(nn.Identity()).eval(), X), X).first
+    assert first is not None
+    assert first.site == "fc"
+
+
 def test_a_program_is_compared_with_arrays() -> None:
     assert diff(exported(two_layers(), X), RIGHT, X).ok
     assert not diff(RIGHT, exported(two_layers(), X), X + 1).ok

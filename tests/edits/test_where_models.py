@@ -222,3 +222,40 @@ def test_a_position_of_the_prompt_needs_the_step_in_a_generation() -> None:
             model.generate(call["input_ids"], **more)
     with th.edit(model, {"transformer.h.0": edits.only(edits.zero(), positions=3, steps=0)}):
         model.generate(call["input_ids"], **more)
+
+
+# -- several prompts in one block -----------------------------------------------------------------------------------
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+
+def steered_by_hand(model: Any, site: str, prompt: Tensor) -> Tensor:
+    """What is written with a bare hook that leaves every call of more than one token alone."""
+    handle = model.get_submodule(site).register_forward_hook(lambda _, args, out: out * 3 if out.shape[1] == 1 else out)
+    try:
+        written = model.generate(prompt, min_new_tokens=5, **GREEDY)
+    finally:
+        handle.remove()
+    assert isinstance(written, Tensor)
+    return written
+
+
+@pytest.mark.parametrize("way", ["only", "site.step"])
+def test_edits_of_the_new_tokens_leave_the_prompt_of_every_generation_in_a_block_alone(way: str) -> None:
+    model, _ = small_gpt2()
+    site, told = "transformer.h.1", []
+
+    def later(value: Tensor, at: Any) -> Tensor:
+        told.append((at.call, at.step))
+        return value * 3 if at.step else value
+
+    edit = later if way == "site.step" else edits.only(edits.scale(3.0), steps=slice(1, None))
+    prompts = torch.randint(1, model.config.vocab_size, (3, 1, 4), generator=torch.Generator().manual_seed(3))
+    expected = [steered_by_hand(model, site, prompt) for prompt in prompts]
+    with th.edit(model, {site: edit}), torch.no_grad():
+        found = [model.generate(prompt, min_new_tokens=5, **GREEDY) for prompt in prompts]
+        model(prompts[0])
+    assert all(map(torch.equal, found, expected))
+    if way == "site.step":
+        assert told == [*((call, call % 5) for call in range(15)), (15, None)]

@@ -370,12 +370,12 @@ def test_the_model_itself_is_a_site_too(tmp_path):
     assert torch.equal(given["(model):input"][:], jobs.data(100).tensors[0])
     top = do(tmp_path / "top", sites=["(model)"], transform={"(model)": transforms.topk(2)})
     assert torch.equal(top["(model)[indices]"][:], top["[indices]"][:])
-    with pytest.raises(ExtractError, match=r"'\(model\)': 1 rows for a batch of 16"):
+    with pytest.raises(ExtractError, match=r"'\(model\)': 1 row for a batch of 16"):
         do(tmp_path / "rows", sites=["(model)"], transform=lambda value: value[:1])
 
 
 def test_a_value_without_rows_is_refused(tmp_path):
-    with pytest.raises(ExtractError, match="'first': 1 rows for a batch of 16"):
+    with pytest.raises(ExtractError, match="'first': 1 row for a batch of 16"):
         do(tmp_path, sites=["first"], transform=lambda value: value.mean(0, keepdim=True))
 
 

@@ -170,7 +170,7 @@ def test_without_a_bar_there_is_no_tqdm(tmp_path, monkeypatch, capsys):
     x = X.clone()
     x[5] = float("nan")
     assert set(E(same(), x, "0", tmp_path, on_error="skip").skipped) == {5}
-    assert "1 rows skipped in shard 0" in capsys.readouterr().err
+    assert "1 row skipped in shard 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -211,3 +211,43 @@ def test_a_models_own_train_method_is_not_called(tmp_path):
     torch.testing.assert_close(E(model, X, "1", tmp_path)["1"][:], expected)
     assert torch.equal(model[0].weight, weight)
     assert model[0].training
+
+
+# -- where a store may be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "sub/folder"])
+def test_a_file_where_the_store_should_be_is_told_and_stays(tmp_path, below):
+    (tmp_path / "script.py").write_text("mine")
+    out = tmp_path / "script.py" / below
+    with pytest.raises(ExtractError, match=r"^out='.*': .*script\.py is a file\. Give the path of a folder"):
+        E(lin(), X, "0", out)
+    with pytest.raises(ExtractError, match=r"script\.py is a file"):
+        E(lin(), X, "0", f"file://{out}", dry_run=True)
+    assert (tmp_path / "script.py").read_text() == "mine"
+
+
+def test_a_folder_of_other_files_is_refused_unless_it_holds_a_store(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("a.jpg", "b.jpg", "c.jpg", "d.jpg"):
+        (tmp_path / "photos" / name).write_text("mine")
+    there = files(tmp_path)
+    for options in ({}, {"resume": False}, {"dry_run": True}):
+        with pytest.raises(
+            ExtractError, match=r"holds other files \(a\.jpg, b\.jpg, c\.jpg, …\) and no feature store.*own"
+        ):
+            E(lin(), X, "0", tmp_path / "photos", **options)
+    assert files(tmp_path) == there
+    assert len(E(lin(), X, "0", tmp_path / "photos" / "features")) == 40
+    (tmp_path / "photos" / "features" / "notes.txt").write_text("mine")
+    assert len(E(lin(), X, "0", tmp_path / "photos" / "features")) == 40
+    assert len(E(lin(), X, "0", tmp_path / "photos" / "features", resume=False)) == 40
+    assert (tmp_path / "photos" / "features" / "notes.txt").read_text() == "mine"
+
+
+def test_hidden_files_and_what_is_left_of_a_store_are_no_other_files(tmp_path):
+    E(lin(), X, "0", tmp_path, rows_per_shard=10)
+    (tmp_path / "store.json").unlink()
+    (tmp_path / ".DS_Store").write_text("")
+    (tmp_path / "index.0123.json").write_text("")
+    assert len(E(lin(), X, "0", tmp_path, resume=False)) == 40

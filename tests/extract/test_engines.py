@@ -20,7 +20,7 @@ from torchhook._extract.api import extract
 from torchhook._features.api import open_features
 from torchhook._features.storage import Folder
 from torchhook._features.store import Store
-from torchhook.errors import ExtractError, IncompleteStoreError
+from torchhook.errors import DataWarning, ExtractError, IncompleteStoreError
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
@@ -284,3 +284,22 @@ def test_a_dry_run_of_a_rank_waits_for_nobody(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert do(tmp_path / "out", dry_run=True).todo == 8
     assert not (tmp_path / "out").exists()
+
+
+# -- the engine that was forgotten -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_not_share_the_work_are_told_so_but_for_the_first(tmp_path, monkeypatch):
+    as_rank(monkeypatch, 0, 3)
+    do(tmp_path / "first", engine="local")  # often the one that is to do it, and the only one to call
+    as_rank(monkeypatch, 2, 3)
+    with pytest.warns(
+        DataWarning, match=r"engine='local' in rank 2 of 3: every process .* all of the work.*'torchrun'"
+    ):
+        found = do(tmp_path / "other", engine="local")
+    assert len(found) == 256
+    assert do(tmp_path / "dry", engine="local", dry_run=True).todo == 8
+    as_rank(monkeypatch, 0, 1)
+    do(tmp_path / "alone", engine="local")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    do(tmp_path / "unset", engine="local")

@@ -59,7 +59,7 @@ def test_what_can_be_drawn_over_gets_a_bar(capsys, monkeypatch, where):
     shown.close()
     err = capsys.readouterr().err
     assert "100%|" in err
-    assert "1 rows skipped in shard 0; row 3: broken" in err
+    assert "1 row skipped in shard 0; row 3: broken" in err
 
 
 def test_nothing_is_said_but_what_was_skipped(capsys):

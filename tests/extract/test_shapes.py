@@ -25,11 +25,11 @@ def test_an_incomplete_store_is_not_exported(tmp_path):
     E(same(), X, "0", tmp_path / "o", rows_per_shard=10)
     (tmp_path / "o" / "shards" / "s000000001.safetensors").unlink()
     features = open_features(tmp_path / "o", incomplete=True)
-    with pytest.raises(IncompleteStoreError, match="lacks 1 shards"):
+    with pytest.raises(IncompleteStoreError, match="lacks 1 shard"):
         features.export(tmp_path / "npy")
     assert not (tmp_path / "npy").exists()
     pytest.importorskip("datasets")
-    with pytest.raises(IncompleteStoreError, match="lacks 1 shards"):
+    with pytest.raises(IncompleteStoreError, match="lacks 1 shard"):
         features.to_hf()
 
 

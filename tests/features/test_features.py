@@ -13,7 +13,7 @@ from tests.extract import jobs
 from torchhook import transforms
 from torchhook._extract.api import extract
 from torchhook._features.api import open_features
-from torchhook.errors import MissingRecordError
+from torchhook.errors import IncompleteStoreError, MissingRecordError
 
 ROWS = 150
 
@@ -242,3 +242,18 @@ def test_channels_of_maps_and_tokens_are_told_apart(tmp_path):
         progress=False,
     )
     assert torch.allclose(ragged.statistics("0").mean, flat.mean(0))
+
+
+def test_one_row_in_one_shard_is_told_as_one(tmp_path):
+    found = extract(jobs.Net(), jobs.data(1), "first", tmp_path, batch_size=1, rows_per_shard=1, progress=False)
+    assert "1 row, " in str(found)
+    assert "in 1 shard of 1 row\n" in str(found)
+    assert repr(found["first"]).endswith(", 1 row>")
+    assert ": 1 shard, " in str(found.verify())
+    estimate = extract(jobs.Net(), jobs.data(1), "first", tmp_path / "b", batch_size=1, dry_run=True)
+    assert "in 1 shard, 1 to do" in str(estimate)
+    (tmp_path / "shards" / "s000000000.safetensors").unlink()
+    assert "1 of 1 shard is not as it should be" in str(found.verify())
+    with pytest.raises(IncompleteStoreError, match=r"lacks 1 of 1 shard \(0\)"):
+        open_features(tmp_path)
+    assert "incomplete: 1 shard is missing" in str(open_features(tmp_path, incomplete=True))

@@ -529,3 +529,21 @@ def test_one_tensor_in_several_places_is_concatenated_place_by_place() -> None:
     store.append((1, next(rec.order), (torch.ones(1), [torch.full((1,), 2.0)], torch.full((1,), 3.0))))
     first, (second,), third = rec.cat("fc")
     assert [first.tolist(), second.tolist(), third.tolist()] == [[0, 1], [0, 2], [0, 3]]
+
+
+def test_only_what_is_in_a_recording_is_offered_in_place_of_what_is_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.warns(NeverRanWarning), th.capture(model, "0", "1", "(model)") as rec:
+        model[0](torch.ones(1, 2))
+    with pytest.raises(MissingRecordError, match=r"^nothing was recorded at '2'\. There are: '0'\.$"):
+        rec["2"]
+    _, rec = th.run(model, torch.ones(1, 2), capture="(model)")
+    with pytest.raises(MissingRecordError, match=r"^nothing was recorded at '2'\. There are: '\(model\)'\.$"):
+        rec["2"]
+    with pytest.raises(MissingRecordError, match=r"^nothing was recorded at '\(model\):input'\."):
+        rec["(model):input"]
+    with pytest.raises(MissingRecordError, match=r"has no record of call 1; kept is call 0\.$"):
+        rec["(model)#1"]
+    _, rec = th.run(model, torch.ones(1, 2), capture="0")
+    with pytest.raises(MissingRecordError, match=r"at '0#x'\. '#x' names no call of '0': write '#1' for one"):
+        rec["0#x"]

@@ -16,6 +16,7 @@ from torchhook._extract.api import Estimate, ImageFolder, kept
 from torchhook._extract.api import extract as extract_to
 from torchhook._features.api import Features, open_features
 from torchhook._features.api import verify as verify_store
+from torchhook._recording.tables import counted
 
 features = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Look into, check and export feature stores."
@@ -77,7 +78,7 @@ def extract(
     rows = _data(data, net, model, inputs.Options(size=size, mean=mean, std=std))
     if isinstance(rows, ImageFolder):
         guess = " (as for ImageNet: the model does not say; --size, --mean and --std do)" * rows.guessed
-        console.say(f"{len(rows):,} images, prepared so: {rows.preparation}{guess}")
+        console.say(f"{counted(len(rows), 'image')}, prepared so: {rows.preparation}{guess}")
     try:
         found = extract_to(
             net,
@@ -132,7 +133,7 @@ def _data(path: Path, net: Any, name: str, wanted: inputs.Options) -> Any:
     found = inputs.load(inputs.Options(file=path), net, "").x
     if isinstance(found, torch.Tensor):
         return found
-    raise Trouble(f"{path} holds {len(found)} tensors; data is one tensor of rows.")
+    raise Trouble(f"{path} holds {counted(len(found), 'tensor')}; data is one tensor of rows.")
 
 
 @features.command("info")

@@ -162,7 +162,7 @@ def editor(site: Site, edit: edits.Edit) -> Edit:
     checks = not edits.changes_call(edit)
 
     def change(value: Any, call: int) -> Any:
-        here = site.but(call=call)
+        here = edits.EditSite(site.path, site.op, call, site.port, site.leaf, site.role)
         new = edit(value, here)
         if new is None or new is value:
             return value

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchhook._core import naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
-from torchhook._recording.address import PORTS, Calls, Site, parse, readings
+from torchhook._recording.address import PORTS, Calls, Site, call_hint, parse, readings
 from torchhook.errors import SelectorError, suggestion
 
 Selector: TypeAlias = (
@@ -219,6 +219,8 @@ def _found(index: Index, site: Site) -> Target | None:
 
 def _by_site(index: Index, site: Site) -> Iterator[Target]:
     target = _found(index, site)
+    if site.op is not None and "#" in site.op:  # no operation has such a name
+        raise SelectorError(f"{site.shown!r} cannot be read. {call_hint(site.op, [site.op.partition('#')[0]])}")
     if target is None:
         raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
     if target.tensor is None and not is_callable(target.module):
@@ -230,6 +232,8 @@ def _by_site(index: Index, site: Site) -> Iterator[Target]:
 
 
 def _name_hint(index: Index, path: str) -> str:
+    if how := call_hint(path, [*index.modules, *index.tensors]):
+        return how
     head, colon, port = path.rpartition(":")
     if colon and head in index.modules:
         return f"{head!r} is one, but {port!r} is no port; ports are {', '.join(map(repr, PORTS))}."
@@ -246,6 +250,9 @@ def _name_hint(index: Index, path: str) -> str:
 
 
 def _glob_hint(index: Index, pattern: str) -> str:
+    # Whatever the glob chooses: it is the calls that cannot be read.
+    if how := call_hint(pattern, [pattern.partition("#")[0]]):
+        return how
     if len(index.modules) == 1:
         return "The model holds no layers: its own output is '(model)'."
     deeper = [p for p in index.modules if p and glob_pattern(f"**.{pattern}").fullmatch(p + ".")]

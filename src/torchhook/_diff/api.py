@@ -12,6 +12,7 @@ from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._diff import local as feeding
 from torchhook._diff import runs, sides
+from torchhook._diff.left_out import LeftOut
 from torchhook._diff.sides import Side
 from torchhook._recording.address import Site, readings
 from torchhook._recording.counterparts import Counterparts, Names
@@ -47,7 +48,8 @@ def diff(
 
     A side is a model, a program of ``torch.export`` or its ``.pt2`` file, a recording, or what another framework
     computed: a mapping of arrays by address, an ``.npz`` or ``.safetensors`` file, or an ``.npy`` file with the model's
-    output. What only B has is listed and is no difference. Models run once, in the modes they are in (nothing is set to
+    output. What only B has is listed and is no difference; nor is what a program leaves out of A, layers that pass on
+    what they get (``nn.Identity``). Models run once, in the modes they are in (nothing is set to
     eval mode) and from the same random numbers. They and the process are left as they were: modes, buffers, caches,
     gradients.
 
@@ -129,14 +131,17 @@ def _diff_models(a: nn.Module, b: nn.Module, inputs: tuple[Any, Any], asked: _As
                 f"B has none of the sites that were chosen in A: {listed}. Say what they are called there with names=."
             )
     feeder = feeding.Feeder(index_a, index_b, counterparts) if local else None
+    left_out = LeftOut(index_a) if sides.is_program(b) else None
     with calling.undisturbed(a, b) as restore:
-        recording_a = runs.record(a, index_a, targets_a, inputs[0], None if feeder is None else feeder.taking())
+        beside_a = [*([feeder.taking()] if feeder else []), *([left_out.session] if left_out else [])]
+        recording_a = runs.record(a, index_a, targets_a, inputs[0], *beside_a)
         # From the same random numbers, and with what both models share as it was before A ran.
         restore()
-        recording_b = runs.record(b, index_b, targets_b, inputs[1], None if feeder is None else feeder.giving())
+        recording_b = runs.record(b, index_b, targets_b, inputs[1], *([feeder.giving()] if feeder else []))
     notes = [] if sides.is_program(a) or sides.is_program(b) else runs.modes(index_a, index_b)
     # Where sites were chosen in A, all else in B was left out on purpose.
     found = asked.compare(recording_a, recording_b, extra=not asked.chosen, notes=notes)
+    found = found if left_out is None else left_out.told(found)
     return found if feeder is None else feeder.annotated(found)
 
 

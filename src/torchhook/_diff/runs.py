@@ -29,14 +29,15 @@ def every_output(index: Index) -> list[Target]:
     return list(found.values())
 
 
-def record(
-    model: nn.Module, index: Index, targets: list[Target], inputs: Any, beside: Session | None = None
-) -> Recording:
-    """What passes the targets in one run; another session may be open ``beside`` it."""
+def record(model: nn.Module, index: Index, targets: list[Target], inputs: Any, *beside: Session) -> Recording:
+    """What passes the targets in one run; other sessions may be open ``beside`` it."""
     session = Session(model, index=index, warn=False)
     session.record(targets, Keep())
-    # The other one comes second: what it changes is changed after it was recorded.
-    with session as recording, beside or contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        recording = stack.enter_context(session)
+        # The others come second: what they change is changed after it was recorded.
+        for other in beside:
+            stack.enter_context(other)
         calling.call(model, fitting(model, inputs))
     return sides.with_calls(recording) if sides.is_program(model) else recording
 

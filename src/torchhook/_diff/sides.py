@@ -80,7 +80,7 @@ def is_program(model: Any) -> bool:
     return isinstance(model, torch.export.UnflattenedModule)
 
 
-_COPY = re.compile(r"@\d+(?=\.|$)")
+_COPY = re.compile(r"@(\d+)(?=\.|$)")
 
 
 def with_calls(recording: Recording) -> Recording:
@@ -91,7 +91,11 @@ def with_calls(recording: Recording) -> Recording:
     made, calls = Recording(recording.model_name), Counter[Any]()
     made.missing = recording.missing
     for record in recording.records():
-        site = record.site.but(path=_COPY.sub("", record.site.path))
+        path = record.site.path
+        site = record.site.but(path=_COPY.sub("", path))
+        # The copy of a later call may be the first that there is: a call that computed nothing is left out.
+        copy = _COPY.match(path, path.rfind("@"))
+        calls[site] = max(calls[site], int(copy[1]) if copy and copy.end() == len(path) else 0)
         made.opened(site).append((calls[site], next(made.order), record.value))
         calls[site] += 1
     return made

@@ -24,11 +24,15 @@ DEAD_SECONDS = 60.0
 _PREFIX, _MARK = "claim.", "rank0."
 
 
+def is_one(name: str) -> bool:
+    """Whether a file of a store is a claim or a mark."""
+    return name.startswith((_PREFIX, _MARK))
+
+
 def clear(storage: Storage) -> None:
     """Remove the claims and marks of a store that is complete: there is nothing left to claim."""
-    for name in storage.sizes(""):
-        if name.startswith((_PREFIX, _MARK)):
-            storage.remove(name)
+    for name in filter(is_one, storage.sizes("")):
+        storage.remove(name)
 
 
 # -- is it the same store? ------------------------------------------------------------------------------

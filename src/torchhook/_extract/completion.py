@@ -8,6 +8,7 @@ import os
 from torchhook._extract import claims
 from torchhook._extract.task import Task
 from torchhook._features.api import Features, Manifest, Store, open_features
+from torchhook._recording.tables import counted
 from torchhook.errors import IncompleteStoreError, note
 
 
@@ -35,8 +36,8 @@ def _incomplete(store: Store, whole: Manifest, missing: list[int], engine: str) 
     together = next((i for i, shard in enumerate(missing) if shard != missing[0] + i), len(missing))
     rows = f"rows {first} to {whole.span(missing[together - 1])[1] - 1}" + " and others" * (together < len(missing))
     return IncompleteStoreError(
-        f"{store.url}: {rows} are not there at the end of the run ({len(missing)} of {whole.shards} shards). "
-        f"{_WHY[engine]} The same call again does only what is missing."
+        f"{store.url}: {rows} are not there at the end of the run ({len(missing)} of "
+        f"{counted(whole.shards or 0, 'shard')}). {_WHY[engine]} The same call again does only what is missing."
     )
 
 

@@ -16,7 +16,7 @@ from torchhook._extract.progress import Progress
 from torchhook._extract.sources import Stream
 from torchhook._extract.task import Task
 from torchhook._features.api import Manifest, Store
-from torchhook.errors import ExtractError
+from torchhook.errors import DataWarning, ExtractError, warn
 
 BLOCKS_PER_RANK = 16
 """A rank takes so many shards at once that there are about as many turns: few claims, and little to wait for."""
@@ -156,6 +156,17 @@ def ranks() -> tuple[int, int]:
         "engine='torchrun' finds no RANK and WORLD_SIZE in the environment: start the script with "
         "'torchrun --nproc-per-node=N script.py' or with srun, or use engine='local'."
     )
+
+
+def warn_of_others() -> None:
+    """Say to a rank that it does all the work, as the others do; not to the first, which may be the one that calls."""
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if rank.isdecimal() and world.isdecimal() and int(rank) > 0 and int(world) > 1:
+        warn(
+            f"engine='local' in rank {rank} of {world}: every process that calls extract does all of the work. With "
+            "engine='torchrun' each does a part; where each has data and a folder of its own, all is well.",
+            DataWarning,
+        )
 
 
 # -- do all ranks see the same store? ------------------------------------------------------------------

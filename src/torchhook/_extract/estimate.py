@@ -23,7 +23,7 @@ from torchhook._extract.sources import Source
 from torchhook._extract.task import FirstBatch
 from torchhook._features.api import ColumnSpec, Manifest, shown
 from torchhook._recording.address import parse
-from torchhook._recording.tables import Table, count, size
+from torchhook._recording.tables import Table, count, counted, size
 from torchhook._values import tree
 from torchhook.errors import DataWarning, ExtractError, warn
 
@@ -220,8 +220,8 @@ class Estimate:
             each = f"{size(about.row_bytes)} each, {count(about.rows_per_shard, 0)}rows per shard"
             return f"rows without end in sight, {each}"
         return (
-            f"{about.rows:,} rows, {size(self.nbytes)} in {about.shards} shards, {self.todo} to do: "
-            f"about {_duration(self.seconds)}"
+            f"{counted(about.rows or 0, 'row')}, {size(self.nbytes)} in {counted(about.shards or 0, 'shard')}, "
+            f"{self.todo} to do: about {_duration(self.seconds)}"
         )
 
     def table(self) -> Table:

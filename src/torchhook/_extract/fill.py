@@ -14,6 +14,7 @@ from torchhook._extract.forward import parts
 from torchhook._extract.padding import Said
 from torchhook._extract.slabs import Ragged, Slab
 from torchhook._features.api import IDS, LABELS, ColumnSpec, shown
+from torchhook._recording.tables import counted
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._values import tree
 from torchhook._values.elements import in_range
@@ -237,7 +238,7 @@ def check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str 
             "site, or of several values those that have rows, with transforms.pick."
         )
     if len(value) != rows:
-        raise ExtractError(f"{shown(name)!r}: {len(value)} rows for a batch of {rows}. {where} {_ROWS_HINT}")
+        raise ExtractError(f"{shown(name)!r}: {counted(len(value), 'row')} for a batch of {rows}. {where} {_ROWS_HINT}")
 
 
 _ROWS_HINT = "Dim 0 must be the rows; a transform can choose or reorder what is kept."

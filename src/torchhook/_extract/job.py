@@ -104,6 +104,8 @@ def check(request: Request) -> None:
         skips.check(request.max_skipped)
         if not request.skip:
             raise ValueError(f"max_skipped={request.max_skipped} is for on_error='skip'.")
+    if request.engine == "local" and not request.dry_run:
+        engines.warn_of_others()
     if request.engine == "torchrun" and engines.ranks()[1] > 1 and request.retry_skipped:
         raise ExtractError(
             "retry_skipped=True: ranks would delete each other's shards. Call it once with engine='local'."

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from torchhook._extract.writer import Done
 from torchhook._features.api import Manifest
+from torchhook._recording.tables import counted
 
 LINE_SECONDS = 30.0
 
@@ -56,7 +57,7 @@ class Progress:
                 self._bar.set_postfix_str(f"{rate:.1f} MB/s, shard {done.shard}", refresh=False)
         if done.skipped:
             row, why = next(iter(done.skipped.items()))
-            text = f"extract: {len(done.skipped)} rows skipped in shard {done.shard}; row {row}: {why}"
+            text = f"extract: {counted(len(done.skipped), 'row')} skipped in shard {done.shard}; row {row}: {why}"
             if self._bar is None:
                 print(text, file=sys.stderr)
             else:

@@ -5,7 +5,8 @@ from torchhook._features.direct_io import empty as aligned_empty
 from torchhook._features.features import Features, open_features
 from torchhook._features.index import Contents, Entry, Page
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec, Manifest, shown, versions
-from torchhook._features.storage import Storage, absolute
+from torchhook._features.manifest import NAME as STORE
+from torchhook._features.storage import Folder, Storage, absolute
 from torchhook._features.store import Store
 from torchhook._features.tokens import TokenLoader, Tokens
 from torchhook._features.verify import Report, verify
@@ -15,10 +16,12 @@ __all__ = [
     "IDS",
     "LABELS",
     "OBJECT",
+    "STORE",
     "ColumnSpec",
     "Contents",
     "Entry",
     "Features",
+    "Folder",
     "Manifest",
     "Page",
     "Report",

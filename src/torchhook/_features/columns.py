@@ -15,6 +15,7 @@ from torch import Tensor
 from torchhook._features.indexing import chosen
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec
 from torchhook._features.reading import OpenShards
+from torchhook._recording.tables import counted
 from torchhook.errors import BrokenShardError, IncompleteStoreError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Column:
         return (self[i] for i in range(self._rows))
 
     def __repr__(self) -> str:
-        return f"<{self.spec}, {self._rows:,} rows>"
+        return f"<{self.spec}, {counted(self._rows, 'row')}>"
 
     def __getitem__(self, key: Any) -> Any:
         """What a tensor of all rows would give for the same index, as a copy: ``v[3]``, ``v[:, 0]``, ``v[mask]``."""

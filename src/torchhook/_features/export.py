@@ -19,6 +19,7 @@ import torch
 from torchhook._features.columns import Column, as_numpy
 from torchhook._features.manifest import shown
 from torchhook._features.reading import MOST_MAPS
+from torchhook._recording.tables import counted
 from torchhook.errors import ExtractError, IncompleteStoreError, require
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def _columns(features: Features, sites: Sites, clean: Callable[[str], str]) -> I
     """All that is exported, each under a name of its own: a site may be called like ids, labels or another site."""
     if features.missing:
         raise IncompleteStoreError(
-            f"{features.path} lacks {len(features.missing)} shards, and what is exported has every row. Run the same "
-            "extract call again: it does only those."
+            f"{features.path} lacks {counted(len(features.missing), 'shard')}, and what is exported has every row. Run "
+            "the same extract call again: it does only those."
         )
     names = features.keys() if sites is None else [sites] if isinstance(sites, str) else sites
     extras = {"ids": features.ids, "labels": features.labels}

@@ -20,7 +20,7 @@ from torchhook._features.statistics import Statistics, statistics
 from torchhook._features.store import Store
 from torchhook._features.tokens import Tokens
 from torchhook._features.verify import Report, verify
-from torchhook._recording.tables import Table, size
+from torchhook._recording.tables import Table, counted, size
 from torchhook.errors import BrokenShardError, IncompleteStoreError, MissingRecordError, suggestion
 
 
@@ -177,7 +177,8 @@ class Features:
         """The columns, what a row of each is, and how the store was made."""
         about = self.manifest
         notes = [
-            f"{len(self):,} rows, {size(self.nbytes)} in {about.shards} shards of {about.rows_per_shard} rows",
+            f"{counted(len(self), 'row')}, {size(self.nbytes)} in {counted(about.shards or 0, 'shard')} of "
+            f"{counted(about.rows_per_shard, 'row')}",
             f"model: {about.model}",
             f"transform: {about.transform}",
         ]
@@ -186,11 +187,10 @@ class Features:
         if self.classes:
             notes.append(f"classes: {_some(self.classes)}")
         if self.skipped:
-            notes.append(
-                f"skipped: {len(self.skipped)} rows, see .skipped; extract(..., retry_skipped=True) tries again"
-            )
+            count = counted(len(self.skipped), "row")
+            notes.append(f"skipped: {count}, see .skipped; extract(..., retry_skipped=True) tries again")
         if self.missing:
-            notes.append(f"incomplete: {len(self.missing)} shards are missing")
+            notes.append(f"incomplete: {counted(len(self.missing), 'shard is', 'shards are')} missing")
         rows = [[shown(spec.name), spec.row] for spec in about.columns]
         return Table(f"Features {self.path}", ["column", "row"], rows, notes)
 
@@ -225,9 +225,8 @@ def _fitting(whole: Manifest, entries: list[Entry], broken: list[str]) -> list[E
             found.append(entry)
         else:
             wanted, name = max(0, last - first), shards.name_of(entry.shard)
-            broken.append(
-                f"{name} holds {entry.rows} rows where {wanted} are expected of {whole.rows} in all: foreign."
-            )
+            held = counted(entry.rows, "row")
+            broken.append(f"{name} holds {held} where {wanted} are expected of {whole.rows} in all: foreign.")
     return found
 
 
@@ -242,6 +241,6 @@ def _require_complete(path: str, found: Manifest, broken: list[str], missing: li
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         raise IncompleteStoreError(
-            f"{path} lacks {len(missing)} of {found.shards} shards ({listed}). Run the same extract call "
-            "again: it does only those. incomplete=True opens what is there."
+            f"{path} lacks {len(missing)} of {counted(found.shards or 0, 'shard')} ({listed}). Run the same extract "
+            "call again: it does only those. incomplete=True opens what is there."
         )

@@ -145,6 +145,11 @@ def _beginning(shard: int, free: int) -> str:
 # -- its files -----------------------------------------------------------------------------------
 
 
+def is_file(name: str) -> bool:
+    """Whether a file of a store is the index, or a page of it."""
+    return name == NAME or _is_page(name)
+
+
 def _is_page(name: str) -> bool:
     return name.startswith("index.") and name.endswith(".json") and name != NAME
 
@@ -185,7 +190,7 @@ def write_index(found: Contents, entries: list[Entry]) -> None:
 def forget(storage: Storage, gone: Iterable[int] | None = None) -> None:
     """Take some shards out of the index, or all."""
     left = set(gone or ())
-    for name in filter(lambda name: name == NAME or _is_page(name), storage.sizes("")):
+    for name in filter(is_file, storage.sizes("")):
         entries = _read(storage, name) or []
         kept = [entry for entry in entries if gone is not None and entry.shard not in left]
         if not kept:

@@ -183,6 +183,10 @@ class Store:
         """Bytes that still fit, where one can know."""
         return self.storage.free()
 
+    def owns(self, name: str) -> bool:
+        """Whether a name in the folder is one that a store gives to its own files."""
+        return name in (manifest.NAME, shards.FOLDER) or index.is_file(name)
+
     def sweep(self) -> None:
         """Remove what writers that were killed have left."""
         self.storage.sweep(shards.FOLDER)
@@ -283,7 +287,14 @@ class StoredRows:
 def _retry_hint(found: Contents | None) -> str:
     # Only what the index knows: this is no reason to read every header.
     skipped = sum(len(entry.skipped) for entry in found.known.values()) if found is not None else 0
-    return f" {skipped} rows were skipped: where only these were repaired, retry_skipped=True." if skipped else ""
+    if not skipped:
+        return ""
+    which = (
+        "1 row was skipped: where only this one was"
+        if skipped == 1
+        else f"{skipped:,} rows were skipped: where only these were"
+    )
+    return f" {which} repaired, retry_skipped=True."
 
 
 def _refusal(mine: Manifest, there: Manifest) -> list[str]:

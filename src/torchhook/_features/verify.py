@@ -10,7 +10,7 @@ from torchhook._features import index, manifest, shards
 from torchhook._features.index import Entry
 from torchhook._features.manifest import Manifest
 from torchhook._features.store import Store
-from torchhook._recording.tables import Table, size
+from torchhook._recording.tables import Table, counted, size
 from torchhook._recording.tensor_file import DTYPES
 from torchhook.errors import BrokenShardError
 
@@ -49,8 +49,9 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.path}: {self.shards} shards, {size(self.nbytes)}, every byte as it was written."
-        lines = [f"{self.path}: {len(self.problems)} of {self.shards} shards are not as they should be:"]
+            return f"{self.path}: {counted(self.shards, 'shard')}, {size(self.nbytes)}, every byte as it was written."
+        wrong = "is not as it should be" if len(self.problems) == 1 else "are not as they should be"
+        lines = [f"{self.path}: {len(self.problems)} of {counted(self.shards, 'shard')} {wrong}:"]
         lines += [f"  shard {problem.shard}: {problem.kind}. {problem.detail}" for problem in self.problems[:20]]
         if len(self.problems) > 20:
             lines.append(f"  … and {len(self.problems) - 20} more")

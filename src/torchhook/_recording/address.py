@@ -200,6 +200,21 @@ def _which(text: str) -> int | Calls:
     return Calls(*(int(end) if end else None for end in (start, stop))) if colon else int(start)
 
 
+def call_hint(address: str, known: Collection[str]) -> str:
+    """A sentence on how calls are written, where an address says something else behind the ``#`` of a known path.
+
+    >>> call_hint("relu#last", ["relu"])
+    "'#last' names no call of 'relu': write '#1' for one, '#1:' for those from there on, '#:2', '#0:3', '#-1' the last."
+    """
+    path, mark, calls = address.partition("#")
+    if not mark or path not in known:
+        return ""
+    return (
+        f"{'#' + calls!r} names no call of {shown(path)!r}: write '#1' for one, '#1:' for those from there on, '#:2', "
+        "'#0:3', '#-1' the last."
+    )
+
+
 def parse(address: str, known: Collection[str] = ()) -> Site:
     """Read an address.
 

@@ -18,7 +18,7 @@ from torchhook._values.elements import readable
 from torchhook._values.subclasses import is_part
 from torchhook.errors import MissingRecordError, suggestion
 
-Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B"]
+Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B", "left out"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing of A is amiss: what only B has is no difference."""
-        return self.status in ("same", "only in B")
+        """Whether nothing of A is amiss: what only B has is no difference, nor what B, a program, has no need of."""
+        return self.status in ("same", "only in B", "left out")
 
     @property
     def sqnr(self) -> float:
@@ -78,13 +78,13 @@ class Diff:
 
     @property
     def ok(self) -> bool:
-        """Whether every site of A ran in B too and is the same there."""
+        """Whether every site of A ran in B too and is the same there, but for what a program leaves out."""
         return all(row.ok for row in self.rows)
 
     @property
     def missing(self) -> list[Row]:
         """What ran on one side only."""
-        return [row for row in self.rows if row.status in ("only in A", "only in B")]
+        return [row for row in self.rows if row.status in ("only in A", "only in B", "left out")]
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -122,11 +122,11 @@ class Diff:
 
     def _verdict(self) -> str:
         first, wrong = self.first, sum(not row.ok for row in self)
-        alone = sum(row.status == "only in B" for row in self)
+        counts = [(sum(row.status == status for row in self), status) for status in ("only in B", "left out")]
         found = (
             "all the same" if first is None else f"{wrong} differ{'s' * (wrong == 1)}, the first at {shown(first.site)}"
         )
-        return found + (f"; {alone} only in B" if alone else "")
+        return "; ".join([found, *(f"{count} {status}" for count, status in counts if count)])
 
     def _tolerances(self) -> list[str]:
         """What was let pass. It grows where values come to a coarser dtype."""

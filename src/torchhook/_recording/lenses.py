@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, counted
 from torchhook.errors import MissingRecordError, suggestion
 
 _WIDE = 8  # columns, each a token and a number: with the names of the sites, about what a wide terminal shows
@@ -48,7 +48,9 @@ class Lens(Mapping[str, Tensor]):
             shown = shown[-_WIDE:]
             notes = [f"the last {_WIDE} of {count} positions; table(positions=…) shows others"]
         rows = [[site, *(self._cell(i, row, p) for p in shown)] for i, site in enumerate(self.sites)]
-        title = f"Lens of {len(self.sites)} sites: the token on top and its probability, row {row} of the batch"
+        title = (
+            f"Lens of {counted(len(self.sites), 'site')}: the token on top and its probability, row {row} of the batch"
+        )
         return Table(title, ["site", *(str(p) for p in shown)], rows, notes)
 
     def _cell(self, site: int, row: int, position: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._recording import joining, saving
-from torchhook._recording.address import Site, Which, readings, shown
+from torchhook._recording.address import Site, Which, call_hint, readings, shown
 from torchhook._recording.rows import Record as Record
 from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
@@ -232,9 +232,10 @@ class Recording:
         """The rows of one call, of some, or of all of them."""
         rows = self._read(site, call)
         if not (found := chosen(rows, call, ran(self._rows.get(site)))):
-            calls = ", ".join(map(str, dict.fromkeys(row[0] for row in rows)))
+            calls = [str(number) for number in dict.fromkeys(row[0] for row in rows)]
             what = f"call {call}" if isinstance(call, int) else f"calls {call}"
-            raise MissingRecordError(f"{str(site)!r} has no record of {what}; kept are calls {calls}.")
+            kept = f"kept {'is call' if len(calls) == 1 else 'are calls'} {', '.join(calls)}"
+            raise MissingRecordError(f"{str(site)!r} has no record of {what}; {kept}.")
         return found
 
     def _read(self, site: Site, call: Which = None) -> list[Row]:
@@ -248,8 +249,9 @@ class Recording:
             raise NeverRanError(f"{address!r} was selected and never ran: {self.missing[address]}")
         if site in self._rows:
             raise NeverRanError(f"{address!r} has not run yet: call the model inside the session, then read.")
-        known = [str(s) for s in self._rows]
-        raise MissingRecordError(f"nothing was recorded at {address!r}. {suggestion(address, known)}".rstrip())
+        # Not what was selected only: whoever takes the advice must find something there.
+        known = call_hint(address, self.keys()) or suggestion(address, [site.shown for site in self.sites])
+        raise MissingRecordError(f"nothing was recorded at {shown(address)!r}. {known}".rstrip())
 
     # -- showing ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchhook._recording import saving, tensor_file
 from torchhook._recording.address import meant, shown
-from torchhook._recording.tables import Table, facts
+from torchhook._recording.tables import Table, counted, facts
 from torchhook._values.running import Running, Top
 from torchhook._version import __version__
 from torchhook.errors import MissingRecordError, RecordingFileError, suggestion
@@ -234,7 +234,7 @@ class Statistics(Mapping[str, SiteStatistics]):
         """One line for each site; of several channels, the least and the greatest of their numbers."""
         columns = ["site", f">{_PLURAL[self.options.per]}", ">count", *(f">{name}" for name in _SHOWN)]
         rows = [[shown(name), *one.cells()] for name, one in self._sites.items()]
-        notes = [f"{self.rows:,} rows, per {self.options.per}"]
+        notes = [f"{counted(self.rows, 'row')}, per {self.options.per}"]
         error = max((one.rank_error for one in self._sites.values()), default=0.0)
         if self.options.quantiles:
             exact = "exact" if not error else f"ranks right to {error:.2%}"

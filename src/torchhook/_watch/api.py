@@ -19,7 +19,7 @@ from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, counted
 from torchhook._watch.alarms import Alarm, Alarms
 from torchhook._watch.callbacks import WatchedFit
 from torchhook._watch.engine import Engine
@@ -278,7 +278,7 @@ class Watch(Openable):
 
     def __repr__(self) -> str:
         state = "not open yet" if self._life == "made" else f"{self._life}, {len(self._engine.history)} snapshots"
-        return f"<watch of {self._sites} sites: {state}>"
+        return f"<watch of {counted(self._sites, 'site')}: {state}>"
 
     def __str__(self) -> str:
         return repr(self) if self._life == "made" else str(self.table())

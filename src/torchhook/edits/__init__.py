@@ -18,6 +18,7 @@ from torchhook.edits.blocking import block
 from torchhook.edits.catalogue import add, at, clamp, mean, noise, patch, replace, scale, zero
 from torchhook.edits.changing import check as check
 from torchhook.edits.protocol import Edit
+from torchhook.edits.protocol import EditSite as EditSite
 from torchhook.edits.protocol import asks_step as asks_step
 from torchhook.edits.protocol import placed as placed
 from torchhook.edits.where import along, only

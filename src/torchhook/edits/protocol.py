@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchhook._recording import steps
 from torchhook._recording.address import Site
 from torchhook._values.heads import KnownHeads
 from torchhook._values.parts import Part
@@ -22,9 +23,29 @@ class Edit(Protocol):
     >>> def louder(value: Tensor, site: Site) -> Tensor:
     ...     return value * 2 if site.call == 0 else value
     >>> edit: Edit = louder
+
+    In a session, the site has the number of the call, counted from when the session opened, and ``site.step``, the step
+    of the generation under way: 0 for the prompt, ``None`` outside of one.
     """
 
     def __call__(self, value: Any, site: Site, /) -> Any: ...
+
+
+class EditSite(Site):
+    """The site that an edit is told, while the value passes there.
+
+    >>> EditSite("h.3", call=0).step is None
+    True
+    """
+
+    __slots__ = ()
+
+    @property
+    def step(self) -> int | None:
+        """The step of the generation under way: 0 for the prompt; ``None`` outside of one."""
+        # Asked for when it is read, as most edits never do: compiled code could not.
+        now = steps.current()
+        return None if now is None else now.step
 
 
 class CataloguedEdit(ValueObject):
