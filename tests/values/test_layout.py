@@ -15,8 +15,8 @@ from torchhook._values.layout import (
     known_kind,
     looks_channels_last,
     looks_like_batch,
-    spatial_dims,
     over_image,
+    spatial_dims,
     square_grid,
 )
 from torchhook.errors import LayoutError

@@ -45,8 +45,9 @@ def attention(
     Takes what ``th.attention`` returns, with the one of its ``sites`` to show, a map (batch × heads × queries × keys),
     or a rollout (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are
     shaded by how much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
-    looks at over the image; ``grid`` is that of the patches where their number and the image do not tell. ``heads`` picks some heads, or one.
-    Tokens at the ends that no query looks at are padding, and left out unless ``padding`` keeps them.
+    looks at over the image; ``grid`` is that of the patches, where their number and the image do not tell it. ``heads``
+    picks some heads, or one. Tokens at the ends that no query looks at are padding, and left out unless ``padding``
+    keeps them.
     """
     value = one(source, sites)
     weights = _weights(value, sample)
