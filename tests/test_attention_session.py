@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchhook as th
 from tests.oracle import hooks_on
-from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError
+from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError, SessionError
 from torchhook.types import Recording, Session
 
 SMALL = {
@@ -200,6 +200,18 @@ def test_one_that_is_never_opened_is_said() -> None:
         session = th.attention(model)
         assert isinstance(session, Session)
         del session
+
+
+def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
+    encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    forgotten = th.attention(encoder)
+    for read in (lambda: forgotten["self_attn"], lambda: forgotten.all("self_attn"), lambda: forgotten.keys()):
+        with pytest.raises(SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'") as caught:
+            read()
+        assert "capture" not in str(caught.value)
+    with forgotten, pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
+        encoder(torch.randn(1, 5, 8))
+        forgotten["self_attn"]
 
 
 # -- beside edits -------------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ def attention(
 class _Attending(Session):
     """Looks at every operation that attention is made with, in the modules that ``sites`` chooses."""
 
+    _opened_as = "th.attention(model) as maps"
+
     def __init__(self, model: nn.Module, sites: Selector | None, device: torch.device | str | None) -> None:
         super().__init__(model)
         index = self.index

@@ -257,6 +257,7 @@ def test_demo_is_the_demo(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -
         ("run", SMALL, "--shape", SHAPE, "-s", "fc"),
         ("run", SMALL),
         ("report", SMALL, "--shape", SHAPE, "--target", "9"),
+        ("report", SMALL, "--shape", SHAPE, "--out", "x.pdf"),
         ("extract", SMALL, "--data", "absent", "-s", "0"),
         ("extract", SMALL, "--data", "absent", "-s", "0", "--pool", "median"),
         ("features", "info", "absent"),

@@ -23,6 +23,7 @@ from torchhook._layers.api import layers as list_layers
 from torchhook._recording import arrays, saving
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
+from torchhook._report.api import page_at
 from torchhook._report.api import report as write_report
 from torchhook._values.tree import describe
 from torchhook.errors import suggestion
@@ -154,6 +155,7 @@ def report(
       torchhook report transformers:./my-gpt2 --tokens 464,2068,7586,21831
     """
     # Before the model is loaded, which may take a minute: a typo is told at once.
+    page_at(out)
     method, names = _method(cam), None if labels is None else models.read_classes(labels)
     net = _model(model, weights, allow_pickle, pretrained, device)
     given = inputs.load(inputs.Options(file, text, shape, size, mean, std, tokens=tokens), net, model)

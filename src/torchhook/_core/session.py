@@ -388,12 +388,13 @@ class Session(Shown):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise SessionError(self._not_a_recording(f".{name}"))
 
+    _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
+
     def _not_a_recording(self, asked: str) -> str:
+        line, name = f"'with {self._opened_as}:'", self._opened_as.rpartition(" ")[2]
         if self._attachment is None:
             return (
-                f"this session was never opened, so there is no recording to read rec{asked} from. Write "
-                "'with th.capture(…) as rec:' and call the model inside the block, or open() it first."
+                f"this session was never opened, so there is no recording to read {name}{asked} from. Write {line} and "
+                "call the model inside the block, or open() it first."
             )
-        return (
-            f"this is the session; its recording is session.recording{asked}, or rec of 'with th.capture(…) as rec:'."
-        )
+        return f"this is the session; its recording is session.recording{asked}, or {name} of {line}."
