@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchhook as th
 from tests.oracle import hooks_on
-from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError
+from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError, SessionError
 from torchhook.types import Recording, Session
 
 SMALL = {
@@ -200,3 +200,119 @@ def test_one_that_is_never_opened_is_said() -> None:
         session = th.attention(model)
         assert isinstance(session, Session)
         del session
+
+
+def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
+    encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    forgotten = th.attention(encoder)
+    for read in (lambda: forgotten["self_attn"], lambda: forgotten.all("self_attn"), lambda: forgotten.keys()):
+        with pytest.raises(SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'") as caught:
+            read()
+        assert "capture" not in str(caught.value)
+    with forgotten, pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
+        encoder(torch.randn(1, 5, 8))
+        forgotten["self_attn"]
+
+
+# -- beside edits -------------------------------------------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """Two heads of four, by the fused call or by a softmax of its own."""
+
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.qkv, self.out, self.fused = nn.Linear(8, 24), nn.Linear(8, 8), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Multi(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x, x, x, need_weights=False)[0]
+
+
+def without_queries(value: Any) -> Any:
+    return type(value)((value.args[0] * 0, *value.args[1:]), value.kwargs)
+
+
+def attended(model: nn.Module, x: Tensor) -> Recording:
+    with th.attention(model) as maps:
+        model(x)
+    return maps
+
+
+def maps_beside(model: nn.Module, x: Tensor, change: dict[str, Any]) -> dict[str, Recording]:
+    """The maps of a model with an edit, however the two are put together."""
+    with th.edit(model, change):
+        found = {"one call": th.attention(model, x), "inside of the edit": attended(model, x)}
+    with th.attention(model) as maps, th.edit(model, change):
+        model(x)
+    with th.edit(model, change), th.attention(model, sites=list(maps)) as chosen:
+        model(x)
+    return {**found, "outside of the edit": maps, "chosen sites": chosen}
+
+
+X = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_map_is_made_from_what_the_call_got_after_all_edits(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused(fused))
+    op = "scaled_dot_product_attention" if fused else "softmax"
+    q, k, _ = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in model[0].qkv(X).chunk(3, -1))
+    expected = (q @ k.mT / 2).index_fill(-1, torch.tensor([1]), -torch.inf).softmax(-1)
+    change = {f"0/{op}:input": th.edits.block(queries=None, keys=1)}
+    for way, maps in maps_beside(model, X, change).items():
+        torch.testing.assert_close(maps["0"], expected, rtol=1e-5, atol=1e-6, msg=way)
+
+
+@torch.no_grad()
+def test_a_function_of_ones_own_on_the_fused_call_is_in_its_map() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused())
+    for way, maps in maps_beside(model, X, {"0/scaled_dot_product_attention:input": without_queries}).items():
+        assert torch.equal(maps["0"], torch.full((1, 2, 4, 4), 0.25)), way
+
+
+@torch.no_grad()
+def test_a_block_of_multi_head_attention_is_in_its_map() -> None:
+    torch.manual_seed(0)
+    model = Multi().eval()
+    mask = torch.zeros(4, 4).index_fill(1, torch.tensor([1]), -torch.inf)
+    expected = model.a(X, X, X, attn_mask=mask, average_attn_weights=False)[1]
+    change = {"a/multi_head_attention_forward:input": th.edits.block(queries=None, keys=1)}
+    for way, maps in maps_beside(model, X, change).items():
+        torch.testing.assert_close(maps["a"], expected, rtol=1e-5, atol=1e-6, msg=way)
+
+
+@torch.no_grad()
+def test_an_edited_softmax_is_the_map_that_the_model_goes_on_with() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused(fused=False))
+    even = torch.full((1, 2, 4, 4), 0.25)
+    for way, maps in maps_beside(model, X, {"0/softmax": th.edits.replace(even)}).items():
+        assert torch.equal(maps["0"], even), way
+
+
+@torch.no_grad()
+def test_the_edits_of_several_sessions_are_all_in_a_map() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fused())
+    site = "0/scaled_dot_product_attention:input"
+    with th.edit(model, {site: th.edits.block(queries=None, keys=1)}), th.attention(model) as maps:
+        with th.edit(model, {site: without_queries, "0.qkv": th.edits.scale(2)}), th.capture(model, site) as rec:
+            model(X)
+    mask = rec[site].kwargs["attn_mask"]
+    expected = torch.zeros(1, 2, 4, 4).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask
+    torch.testing.assert_close(maps["0"], expected.expand(1, 2, 4, 4).softmax(-1))
+    assert torch.equal(maps["0"][..., 1], torch.zeros(1, 2, 4))

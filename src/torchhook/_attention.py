@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from torchhook import _torch
 from torchhook._core import calling, never_ran
+from torchhook._core.functional import SiteListener
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
@@ -89,6 +90,8 @@ def attention(
 class _Attending(Session):
     """Looks at every operation that attention is made with, in the modules that ``sites`` chooses."""
 
+    _opened_as = "th.attention(model) as maps"
+
     def __init__(self, model: nn.Module, sites: Selector | None, device: torch.device | str | None) -> None:
         super().__init__(model)
         index = self.index
@@ -106,6 +109,8 @@ class _Attending(Session):
         """For one opening."""
         index, recording, keep = self.index, self.recording, Keep(device=self._device)
         self._others.clear()
+        # A map is that of the call as it was made: also what sessions changed that were opened after this one.
+        self.listen(SiteListener(self.scope, last=True))
         for key, path in self._not_chosen.items():
             _look(self, path, index.distinct[key], _notices(index.distinct[key], path, self._others))
         names = list[tuple[str, str]]()

@@ -257,6 +257,7 @@ def test_demo_is_the_demo(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -
         ("run", SMALL, "--shape", SHAPE, "-s", "fc"),
         ("run", SMALL),
         ("report", SMALL, "--shape", SHAPE, "--target", "9"),
+        ("report", SMALL, "--shape", SHAPE, "--out", "x.pdf"),
         ("extract", SMALL, "--data", "absent", "-s", "0"),
         ("extract", SMALL, "--data", "absent", "-s", "0", "--pool", "median"),
         ("features", "info", "absent"),
@@ -270,6 +271,27 @@ def test_trouble_is_one_line_without_a_traceback_and_exit_code_2(torchhook: Comm
     assert len(done.err.strip().splitlines()) == 1
     assert done.err.startswith("torchhook: ")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("site", ["0:grad", "*:grad", "0:grad_input", "0.weight:grad", "0/conv2d:grad"])
+@pytest.mark.parametrize("command", [("run",), ("diff", SMALL)])
+def test_a_gradient_is_refused_in_one_sentence_where_no_backward_pass_runs(
+    torchhook: Command, command: tuple[str, ...], site: str
+) -> None:
+    done = torchhook(*command, SMALL, "--shape", SHAPE, "-s", "1", "-s", site)
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.strip().splitlines()
+    assert f"--sites {site}: torchhook {command[0]} computes no gradients" in line
+    assert line.count(". ") == 0
+    assert f"th.capture(model, {site!r})" in line
+
+
+def test_gradients_of_recordings_are_compared_by_the_command_too(torchhook: Command, tmp_path: Path) -> None:
+    model = nets.small()
+    with th.capture(model, "0:grad") as rec:
+        model(torch.rand(1, 3, 32, 32)).sum().backward()
+    a, b = rec.save(tmp_path / "a.safetensors"), rec.save(tmp_path / "b.safetensors")
+    assert torchhook("diff", a, b, "-s", "0:grad").code == 0
 
 
 def test_a_traceback_can_be_asked_for(torchhook: Command, monkeypatch: pytest.MonkeyPatch) -> None:

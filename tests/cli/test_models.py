@@ -37,6 +37,23 @@ def test_torchvision_and_timm_models_are_built_without_weights() -> None:
     assert type(models.load("timm:vit_tiny_patch16_224")).__name__ == "VisionTransformer"
 
 
+@pytest.mark.parametrize("name", ["fcn_resnet50", "ssdlite320_mobilenet_v3_large", "fasterrcnn_resnet50_fpn"])
+def test_nothing_is_fetched_for_a_torchvision_model_with_a_backbone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision", reason="torchvision is not installed")
+
+    def fetched(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"weights are fetched: {args}")
+
+    from torchvision.models import _api
+
+    monkeypatch.setattr(_api, "load_state_dict_from_url", fetched)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetched)
+    assert models.is_random(f"torchvision:{name}", None, False)
+    assert hasattr(models.load(f"torchvision:{name}"), "backbone")
+    with pytest.raises(AssertionError, match="weights are fetched"):
+        models.load(f"torchvision:{name}", pretrained=True)
+
+
 @pytest.mark.parametrize("files", ["config", "folder", "weights"])
 def test_transformers_models_come_from_a_config_or_a_folder(tmp_path: Path, files: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -626,6 +626,36 @@ def test_nested_edits_of_one_operation_compose_with_the_outer_first() -> None:
     assert torch.equal(model(X), X.relu())
 
 
+@pytest.mark.parametrize("site", ["0/relu:input", "0/relu"])
+def test_sessions_take_turns_as_they_opened_whichever_module_they_listen_to_first(site: str) -> None:
+    """One that also asks for an operation of the model itself listens before one that edits inside of it."""
+    net = nn.Sequential(Apply(torch.relu), nn.Identity())
+    whole = nn.Sequential(net, Apply(lambda x: x))
+    whole.forward = lambda x: net(x) + 0  # type: ignore[method-assign]
+    x, address = X.abs(), f"0.{site}"
+    with th.edit(whole, {address: edits.scale(3)}), th.capture(whole, address, "/add") as rec:
+        whole(x)
+    assert torch.equal(rec[address], x * 3)
+    with th.capture(whole, address, "/add") as rec, th.edit(whole, {address: edits.scale(3)}):
+        whole(x)
+    assert torch.equal(rec[address], x)  # as at the sites of modules: opened before the edit, it sees what comes to it
+    with th.edit(whole, {address: edits.add(1)}), th.edit(whole, {address: edits.scale(3), "/add": edits.zero()}):
+        with th.capture(whole, "0.0") as rec:
+            whole(x)
+    assert torch.equal(rec["0.0"], (x + 1) * 3)
+
+
+def test_a_session_that_opens_again_takes_its_turn_anew() -> None:
+    net = nn.Sequential(Apply(torch.relu))
+    capture, change = th.capture(net, "0/relu"), th.edit(net, {"0/relu": edits.scale(3)})
+    with capture as before, change:
+        net(X)
+    with change, capture as after:
+        net(X)
+    assert torch.equal(before["0/relu"], X.relu())
+    assert torch.equal(after["0/relu"], X.relu() * 3)
+
+
 def test_a_session_that_opens_and_closes_inside_the_forward_of_another() -> None:
     inner = Family()
     found: list[Any] = []

@@ -125,9 +125,56 @@ def test_what_a_query_looks_at_is_drawn_over_the_image(keys: int, query: int | N
     assert np.unravel_index(heat.argmax(), heat.shape) == pytest.approx((35, 35), abs=5)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "grid", "size"),
+    [
+        (2, (4, 4), (64, 64)),  # distilled DeiT
+        (5, (4, 4), (64, 64)),  # class token and four registers, as DINOv2 and DINOv3 have
+        (4, (14, 14), (224, 224)),
+        (9, (14, 14), (224, 224)),  # eight registers
+        (1, (12, 16), (384, 512)),
+        (1, (3, 4), (30, 40)),
+        (1, (14, 14), (480, 640)),  # the photo that the model saw resized
+        (0, (4, 4), (50, 70)),
+    ],
+)
+def test_any_usual_number_of_prefix_tokens_is_told_from_patches(
+    prefix: int, grid: tuple[int, int], size: tuple[int, int]
+) -> None:
+    keys = prefix + grid[0] * grid[1]
+    maps = torch.rand(1, 1, keys, keys)
+    row, column = grid[0] - 2, 1
+    maps[0, 0, :, prefix + row * grid[1] + column] = 50.0
+    figure = attention(maps, image=torch.rand(1, 3, *size))
+    heat = np.asarray(figure.axes[0].images[1].get_array())
+    high, wide = (full / side for full, side in zip(size, grid, strict=True))
+    expected = ((row + 0.5) * high, (column + 0.5) * wide)
+    assert np.unravel_index(heat.argmax(), heat.shape) == pytest.approx(expected, abs=max(high, wide))
+
+
+def test_a_vision_transformer_with_registers_is_drawn_over_its_image() -> None:
+    timm = pytest.importorskip("timm")
+    image = torch.rand(1, 3, 64, 64)
+    for name, more in (("vit_tiny_patch16_224", {"reg_tokens": 4}), ("deit_tiny_distilled_patch16_224", {})):
+        model = timm.create_model(name, img_size=64, depth=1, num_classes=3, **more).eval()
+        assert len(attention(attention_maps(model, image), image=image).axes) == 3
+
+
+@pytest.mark.parametrize("keys", [7, 10, 27])
+def test_a_text_over_an_image_is_told_to_be_named_by_its_words(keys: int) -> None:
+    with pytest.raises(ValueError, match=rf"image: {keys} tokens .* 64×64.*tokens=\[.*grid=") as caught:
+        attention(torch.rand(1, 1, keys, keys), image=torch.rand(1, 3, 64, 64))
+    assert "patch" not in str(caught.value)
+
+
+def test_a_grid_of_more_places_than_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"grid=\(4, 5\): it needs 20 tokens, and there are 13"):
+        attention(torch.rand(1, 1, 13, 13), image=torch.rand(3, 30, 40), grid=(4, 5))
+
+
 def test_a_grid_that_is_not_square_is_asked_for() -> None:
-    maps, image = torch.rand(1, 1, 13, 13), torch.rand(3, 30, 40)
-    with pytest.raises(ValueError, match=r"give grid=\(rows, columns\)"):
+    maps, image = torch.rand(1, 1, 13, 13), torch.rand(3, 31, 40)  # no whole number of pixels for each of 3 × 4
+    with pytest.raises(ValueError, match=r"or grid=\(rows, columns\)"):
         attention(maps, image=image)
     assert attention(maps, image=image, grid=(3, 4)).axes
 

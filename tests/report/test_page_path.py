@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.report.conftest import Tab
 from tests.report.nets import Photo
@@ -50,3 +51,25 @@ def test_a_page_that_is_too_large_for_a_notebook_is_a_link(
     assert "iframe" not in shown
     assert 'href="' in shown
     assert "&lt;1&gt; &amp; &quot;2&quot;.html" in shown
+
+
+class Unrun(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the model ran first")
+
+
+@pytest.mark.parametrize("name", ["x.pdf", "x.PNG", "x.html.zip", "x.json", "x.safetensors", "x.md"])
+def test_a_page_under_the_name_of_another_format_is_refused_before_the_model_runs(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: the page is HTML.*'x(\.html)?\.html'.*prints it"):
+        report(Unrun(), X, tmp_path / "new" / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match="is a folder: .*report.html"):
+        report(Unrun(), X, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x.htm", "x.HTML", "run.1", "page"])
+def test_any_other_name_is_the_users_own(name: str) -> None:
+    assert page_path.page_at(name) == Path(name)

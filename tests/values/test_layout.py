@@ -15,6 +15,7 @@ from torchhook._values.layout import (
     known_kind,
     looks_channels_last,
     looks_like_batch,
+    over_image,
     spatial_dims,
     square_grid,
 )
@@ -124,6 +125,29 @@ def test_a_square_may_be_asked_for_more_loosely() -> None:
     assert square_grid(13) is None
     assert square_grid(13, 3, range(6)) == (3, 3)
     assert square_grid(16, 1, (0,)) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "expected"),
+    [
+        (196, (224, 224), ((14, 14), 0)),
+        (197, (224, 224), ((14, 14), 1)),
+        (198, (224, 224), ((14, 14), 2)),
+        (201, (224, 224), ((14, 14), 5)),
+        (205, (224, 224), ((14, 14), 9)),
+        (21, (64, 64), ((4, 4), 5)),
+        (193, (384, 512), ((12, 16), 1)),
+        (197, (384, 384), ((14, 14), 1)),  # an image of another size than the model saw
+        (197, (480, 640), ((14, 14), 1)),
+        (7, (64, 64), None),  # 2 × 2 after 3: more likely words
+        (25, (64, 64), ((5, 5), 0)),
+        (1370, (518, 518), ((37, 37), 1)),
+    ],
+)
+def test_tokens_are_laid_over_an_image_after_as_few_others_as_can_be(
+    tokens: int, size: tuple[int, int], expected: tuple[tuple[int, int], int] | None
+) -> None:
+    assert over_image(tokens, size) == (None if expected is None else Layout("tokens", *expected))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._cam import perturb
-from torchhook._cam.inputs import Subject, subject
+from torchhook._cam.inputs import Subject, subject, told_to_fit
 from torchhook._cam.layer_choice import choose, map_leaf, watch_grids
 from torchhook._cam.methods import BY_GRADIENT, METHODS, eigencam, known_method, weighted
 from torchhook._cam.result import CAM, stretch, upsample
@@ -80,8 +80,9 @@ def cam(
     with _quiet(model):
         # In here: what is cloned in the caller's inference mode would be an inference tensor again.
         shown = subject(inputs)
-        site = known or _one(index, choose(model, index, shown, _first_score(target, shown.examples)))
-        seen = _look(model, index, site, shown, target, formula in BY_GRADIENT)
+        with told_to_fit(index, shown):
+            site = known or _one(index, choose(model, index, shown, _first_score(target, shown.examples)))
+            seen = _look(model, index, site, shown, target, formula in BY_GRADIENT)
         reading = _reading(seen, shown, layout, grid)
         maps = _maps(reading, seen.activation)
         if formula in BY_GRADIENT:
@@ -173,7 +174,7 @@ def _look(model: nn.Module, index: Index, target: Target, shown: Subject, goal: 
     session = Session(model, index=index, warn=False)
     session.edit(target, seen.begin)
     # A second time after choose: the layer may have been named, and tokens are laid out by the grids of other layers.
-    watch_grids(seen.grids, session)
+    watch_grids(seen.grids, session, shown.image)
     with torch.set_grad_enabled(gradients), session as recording:
         output = calling.call(model, shown.inputs)
         # Kept for the trials that follow: the class that is explained must be the one of the unchanged input.

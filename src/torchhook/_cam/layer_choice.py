@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._cam.inputs import Subject
+from torchhook._cam.inputs import Subject, refuse_one_example
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.select import Target
@@ -31,11 +31,19 @@ from torchhook.errors import LayoutError, SelectorError
 _PASSIVE = re.compile(r"pool|drop|identity|flatten|permute|linear|softmax|embed|conv1d", re.IGNORECASE)
 
 
-def watch_grids(grids: Grids, session: Session) -> Grids:
+def watch_grids(grids: Grids, session: Session, image: Tensor) -> Grids:
     """See the grids of the convolutions; before anything else looks at them."""
+
+    def looking_at(module: nn.Module) -> Look:
+        def look(value: Any, call: int) -> None:
+            refuse_one_example(module, value, image)
+            grids.see(value)
+
+        return look
+
     for module in filter(grids.concern, session.index.distinct.values()):
         site = Site(session.index.names(module)[0])
-        session.look(Target(site, module), lambda value, call: grids.see(value))
+        session.look(Target(site, module), looking_at(module))
     return grids
 
 
@@ -48,7 +56,7 @@ def map_leaf(value: Any) -> str | None:
 def choose(model: nn.Module, index: Index, subject: Subject, score: Callable[[Any], Tensor]) -> str:
     """The address of the layer to look at."""
     session = Session(model, index=index, warn=False)
-    grids = watch_grids(Grids(len(subject.size)), session)
+    grids = watch_grids(Grids(len(subject.size)), session, subject.image)
     ended: list[Site] = []
     alive: set[Site] = set()
 

@@ -23,6 +23,7 @@ from torchhook._layers.api import layers as list_layers
 from torchhook._recording import arrays, saving
 from torchhook._recording.address import parse
 from torchhook._recording.differences import Diff
+from torchhook._report.api import page_at
 from torchhook._report.api import report as write_report
 from torchhook._values.tree import describe
 from torchhook.errors import suggestion
@@ -99,6 +100,7 @@ def run(
     """
     if out is not None:  # not after the run, which may take minutes
         saving.named(out)
+    _refuse_gradients("run", sites)
     net = _model(model, weights, allow_pickle, pretrained, device)
     wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
     args, kwargs = arguments(inputs.load(wanted, net, model).x)
@@ -153,6 +155,7 @@ def report(
       torchhook report transformers:./my-gpt2 --tokens 464,2068,7586,21831
     """
     # Before the model is loaded, which may take a minute: a typo is told at once.
+    page_at(out)
     method, names = _method(cam), None if labels is None else models.read_classes(labels)
     net = _model(model, weights, allow_pickle, pretrained, device)
     given = inputs.load(inputs.Options(file, text, shape, size, mean, std, tokens=tokens), net, model)
@@ -227,6 +230,8 @@ def diff(
     # An option that has its default cannot be told from one that was left out.
     more = {"pretrained": pretrained, "local": local, "allow_pickle": allow_pickle, "device": device != "cpu"}
     _refuse(values, **ran, **more)
+    if not values[0]:  # a file may hold gradients, and sites are chosen among them
+        _refuse_gradients("diff", sites)
     left, right = (
         side if held else _model(side, of, allow_pickle, pretrained, device)
         for side, held, of in zip((a, b), values, (weights, weights_b), strict=True)
@@ -245,6 +250,16 @@ def diff(
         found = _only(found, sites)
     _show_diff(found, json)
     raise typer.Exit(0 if found.ok else 1)
+
+
+def _refuse_gradients(command: str, sites: list[str] | None) -> None:
+    """Nothing here calls backward: there is no loss that a command could know."""
+    for site in sites or ():
+        if parse(site).port.startswith("grad"):
+            raise Trouble(
+                f"--sites {site}: torchhook {command} computes no gradients, which need a loss: use th.capture(model, "
+                f"{site!r}) in Python and call backward in the block."
+            )
 
 
 def _is_values(side: str) -> bool:

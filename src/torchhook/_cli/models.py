@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import pickle
 import sys
@@ -98,7 +99,10 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
     if name not in models.list_models():
         raise Trouble(f"torchvision has no model {name!r}. {suggestion(name, models.list_models())}")
     # Left to their default, these two warn, and take long to draw their random weights.
-    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    options: dict[str, Any] = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    # Detection and segmentation fetch the weights of their backbone by default; their own come with those of it.
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None
     model: nn.Module = models.get_model(name, weights="DEFAULT" if pretrained else None, **options)
     return model
 

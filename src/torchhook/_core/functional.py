@@ -12,6 +12,8 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,16 +59,29 @@ def op_name(function: Callable[..., Any]) -> str | None:
     return _OPERATORS.get(name, name.strip("_") if name.startswith("__") else name)
 
 
+_openings = count()
+
+
 class Listener:
     """Every operation of a model: which module is running, and what happens in it."""
 
-    def __init__(self, scope: Scope | None) -> None:
+    def __init__(self, scope: Scope | None, last: bool = False) -> None:
+        self._last = last
+        """Whether it comes after those of all other sessions, to hear of what they have made of a call."""
+        self.turn = (last, 0)
         self.ignored: set[Callable[..., Any]] = set()
         """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
         self._running: list[nn.Module] = []
+
+    def opened(self) -> None:
+        """Its session opens: like hooks on one module, listeners take turns in this order.
+
+        The order in which they begin to listen says nothing: one hears of the whole model, another of one layer in it.
+        """
+        self.turn = (self._last, next(_openings))
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         """The hooks that modules need for the stack of running modules to be right."""
@@ -148,8 +163,8 @@ class _WholeTap(LeaveTap):
 class SiteListener(Listener):
     """The operations that have sites, in the modules that have them; nothing else is looked at for long."""
 
-    def __init__(self, scope: Scope | None) -> None:
-        super().__init__(scope)
+    def __init__(self, scope: Scope | None, last: bool = False) -> None:
+        super().__init__(scope, last)
         # By the id of the module and the name of the operation.
         self._inputs: dict[tuple[int, str], Tap] = {}
         self._outputs: dict[tuple[int, str], Tap] = {}
@@ -315,7 +330,7 @@ class _Mode(TorchFunctionMode):
         """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
-        self.listeners.append(listener)
+        self.listeners = sorted([*self.listeners, listener], key=attrgetter("turn"))
         self._settle()
 
     def ignore(self, listener: Listener) -> None:

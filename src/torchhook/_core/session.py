@@ -227,6 +227,7 @@ class Session(Shown):
                 self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
+                taps.listener.opened()
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
             counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
@@ -391,12 +392,13 @@ class Session(Shown):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise SessionError(self._not_a_recording(f".{name}"))
 
+    _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
+
     def _not_a_recording(self, asked: str) -> str:
+        line, name = f"'with {self._opened_as}:'", self._opened_as.rpartition(" ")[2]
         if self._attachment is None:
             return (
-                f"this session was never opened, so there is no recording to read rec{asked} from. Write "
-                "'with th.capture(…) as rec:' and call the model inside the block, or open() it first."
+                f"this session was never opened, so there is no recording to read {name}{asked} from. Write {line} and "
+                "call the model inside the block, or open() it first."
             )
-        return (
-            f"this is the session; its recording is session.recording{asked}, or rec of 'with th.capture(…) as rec:'."
-        )
+        return f"this is the session; its recording is session.recording{asked}, or {name} of {line}."

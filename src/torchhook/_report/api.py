@@ -10,12 +10,12 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._report.collect import collect
-from torchhook._report.page_path import PagePath
+from torchhook._report.page_path import PagePath, page_at
 from torchhook._report.render import render
 from torchhook._values.targets import Goal, Labels
 from torchhook.errors import require
 
-__all__ = ["PagePath", "report"]
+__all__ = ["PagePath", "page_at", "report"]
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
         model: Any module that has its parameters; a lazy one has to run once before.
         inputs: A tuple is the positional arguments, a dict the keyword arguments, ``th.Inputs(args, kwargs)`` both,
             anything else the one argument.
-        out: The page to write; folders are made.
+        out: The page to write, as HTML; folders are made.
         target: What the gradients are of: a class, a class for each sample, or a function of the output that returns
             one number for each sample or for all. Without it, the most likely class, for a language model at the last
             token; the mean square of an output without classes.
@@ -65,7 +65,9 @@ def report(
         train: Run in training mode instead of evaluation mode.
         repeats: How many runs are timed; the quickest counts.
     """
-    # Asked for before the model runs: a missing package should not show after minutes of work.
+    # Asked for before the model runs: a missing package, or a name that is refused, should not show after minutes of
+    # work.
+    path = page_at(out)
     require("jinja2", "report")
     require("PIL.Image", "report")
     page = collect(
@@ -83,7 +85,6 @@ def report(
         train=train,
         repeats=repeats,
     )
-    path = PagePath(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(page), encoding="utf-8")
     return path

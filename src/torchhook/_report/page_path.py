@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,26 @@ class PagePath(_Native):
             f'<iframe class="torchhook" srcdoc="{page}" title="{html.escape(self.name)}" loading="lazy" '
             'style="width:100%;height:720px;border:1px solid #8884;border-radius:6px"></iframe>'
         )
+
+
+def page_at(out: str | os.PathLike[str]) -> PagePath:
+    """Where a page is to be written, unless that is a folder, or the name of another format.
+
+    >>> page_at("report.html").name
+    'report.html'
+    """
+    path = PagePath(out)
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise ValueError(
+            f"{path.name}: the page is HTML, and {path.suffix} is read as another format. Write it as "
+            f"{path.with_suffix('.html').name!r}; a browser shows it, and prints it to a PDF."
+        )
+    if path.is_dir():
+        raise IsADirectoryError(f"{out} is a folder: name the page in it, as in {str(path / 'report.html')!r}.")
+    return path
+
+
+_OTHER_FORMATS = frozenset(
+    {".pdf", ".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp", ".md", ".rst", ".tex", ".txt", ".docx", ".ipynb"}
+    | {".json", ".csv", ".xml", ".zip", ".py", ".pt", ".pth", ".npy", ".npz", ".safetensors"}
+)

@@ -200,6 +200,28 @@ def square_grid(tokens: int, least: int = _LEAST_SIDE, prefixes: Collection[int]
     return (side, side) if side >= least and tokens - side * side in prefixes else None
 
 
+def over_image(tokens: int, size: Sequence[int]) -> Layout | None:
+    """How so many tokens lie over an image of this size, after as few others as can be; ``None`` if in no likely way.
+
+    The model may have seen the image in another size: a square needs no more than its own number of tokens, any other
+    grid that each token has the same whole number of pixels both ways.
+
+    >>> str(over_image(198, (224, 224))), over_image(12, (224, 224))
+    ('tokens 14×14 after 2 prefix tokens', None)
+    """
+    found = [square_grid(tokens) or square_grid(tokens, 1, (0,))]
+    for grid in _grids(tokens, tuple(size), [], None):
+        stride, rest = divmod(size[0], grid[0])
+        prefix = tokens - math.prod(grid)
+        # As in ``guess``: the fewer places, the likelier are words that happen to fit.
+        least = 1 if not prefix else 3 if prefix <= max(_PREFIXES) else _LEAST_SIDE
+        if not rest and size[1] == stride * grid[1] and min(grid) >= least:
+            found.append((grid[0], grid[1]))
+    layouts = [Layout("tokens", grid, tokens - math.prod(grid)) for grid in found if grid is not None]
+    # Of two that are as likely, the one that has whole pixels: it comes last.
+    return min(reversed(layouts), key=lambda layout: layout.prefix, default=None)
+
+
 def looks_channels_last(shape: Sequence[int]) -> bool:
     """Whether the shape of one example speaks for channels last by itself: a square, and far more channels than sides.
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from torchhook._values.images import pixels
-from torchhook._values.layout import square_grid
+from torchhook._values.layout import guess, over_image
 from torchhook.plot import style
 from torchhook.plot.overlay import draw
 from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, number, one
@@ -45,8 +45,9 @@ def attention(
     Takes what ``th.attention`` returns, with the one of its ``sites`` to show, a map (batch × heads × queries × keys),
     or a rollout (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are
     shaded by how much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
-    looks at over the image; ``grid`` is that of the patches where it is not square. ``heads`` picks some heads, or one.
-    Tokens at the ends that no query looks at are padding, and left out unless ``padding`` keeps them.
+    looks at over the image; ``grid`` is that of the patches, where their number and the image do not tell it. ``heads``
+    picks some heads, or one. Tokens at the ends that no query looks at are padding, and left out unless ``padding``
+    keeps them.
     """
     value = one(source, sites)
     weights = _weights(value, sample)
@@ -225,19 +226,21 @@ def _on_image(
     fig: Any,
 ) -> Any:
     keys = weights.shape[2]
-    # A small square only if it is exact: with tokens before it, nearly every small number would be one.
-    found = tuple(grid) if grid is not None else square_grid(keys) or square_grid(keys, 1, (0,))
-    if found is None or math.prod(found) > keys:
-        raise ValueError(f"{keys} keys are not a square grid of patches: give grid=(rows, columns).")
-    prefix = keys - math.prod(found)
-    # Without a class token nobody asks for all: what every query looks at, on average.
-    rows = weights[:, query] if query is not None else weights[:, 0] if prefix else weights.mean(1)
     # One image stands for any sample.
     pictures = pixels(image)
     picture = pictures[sample if len(pictures) > 1 else 0]
+    high, wide = picture.shape[:2]
+    layout = over_image(keys, (high, wide)) if grid is None else guess((1, keys, 1), "tokens", grid)
+    if layout is None:
+        raise ValueError(
+            f"image: {keys} tokens lie on no even grid over an image of {high}×{wide}. Give tokens=[…] instead if they "
+            "are words, or grid=(rows, columns) if they are parts of the image."
+        )
+    # Without a class token nobody asks for all: what every query looks at, on average.
+    rows = weights[:, query] if query is not None else weights[:, 0] if layout.prefix else weights.mean(1)
     side = 3.4 if len(weights) == 1 else 1.9
     figure, axes = style.panels(len(weights), ax, fig, side, titles=any(labels))
     for panel, row, label in zip(axes, rows, labels, strict=True):
-        draw(panel, picture, row[prefix:].reshape(found), alpha, cmap)
+        draw(panel, picture, row[layout.prefix :].reshape(layout.grid), alpha, cmap)
         style.title(panel, label, small=True)
     return figure
