@@ -51,6 +51,17 @@ def test_special_tokens_are_left_out_and_keep_their_positions() -> None:
     assert where(block) == [(10, 1), (10, 2), (11, 1)]
 
 
+def test_a_batch_of_one_token_each_has_special_ones_too() -> None:
+    ids, value = torch.tensor([[1], [7]]), torch.randn(2, 1, 3)
+    block = choice(special=(1,), call=Inputs((), {"input_ids": ids}))("h", value)
+    assert torch.equal(block.tokens, value[1])
+    assert where(block) == [(11, 0)]
+    # What is made of all the tokens of a row is none of them.
+    pooled = torch.randn(2, 3)
+    assert torch.equal(choice(special=(1,), call=Inputs((), {"input_ids": ids}))("pooler", pooled).tokens, pooled)
+    assert torch.equal(choice(special=(1,))("pooler", value).tokens, value[:, 0])
+
+
 def test_rows_and_positions_in_one_dim_are_told_apart_by_the_rows_of_the_batch() -> None:
     value = torch.randn(8, 3)  # as a router of experts gives them
     with knowing(given("lengths=", MASK, 2)):

@@ -239,6 +239,25 @@ def test_what_comes_after_the_sites_it_should_go_through_does_nothing() -> None:
     assert "no gradient of the metric reaches 1 of 1 sites ('c')" in found.notes[0]
 
 
+class Choosing(Linear):
+    """Has a layer of whole numbers on the way, which carries no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x) + self.best(x.argmax(-1))[..., None]
+
+
+def test_no_gradient_goes_through_whole_numbers_and_it_is_said() -> None:
+    model, (clean, corrupted) = model_of(Choosing), inputs()
+    found = sweep(model, clean, corrupted, torch.sum, sites="a", through="best", estimate="gradient")
+    assert (found.values == found.corrupted).all()
+    assert "no gradient of the metric reaches 1 of 1 sites ('a')" in found.notes[0]
+
+
 # -- what cannot be done --------------------------------------------------------------------------
 
 

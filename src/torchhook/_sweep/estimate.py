@@ -181,8 +181,11 @@ def _noted(row: int, live: dict[Key, Tensor]) -> Callable[[Any, Site], Any]:
 def _at_receivers(task: Task, inputs: Inputs, entries: dict[Site, Tensor]) -> dict[Key, Tensor]:
     """The metric's gradient at each of the ``through`` sites, the others of them held still."""
     zeros: dict[Key, Tensor] = {}
+    ran: set[int] = set()
 
     def cut(row: int, value: Any, site: Site) -> Any:
+        ran.add(row)  # of whole numbers there are no zeros
+
         def still(leaf: str, tensor: Tensor) -> Tensor:
             zero = zeros[row, f"{site} {leaf}"] = torch.zeros_like(tensor, requires_grad=True)
             return tensor.detach() + zero
@@ -199,7 +202,7 @@ def _at_receivers(task: Task, inputs: Inputs, entries: dict[Site, Tensor]) -> di
     with session:
         metric = measured(task.metric, calling.call(task.model, inputs))
         for row, target in enumerate(task.through):
-            if not any(key[0] == row for key in zeros):
+            if row not in ran:
                 raise NeverRanError(f"through={str(target.site)!r} never ran, so that nothing goes through it.")
         # Where the metric hangs on none of them, it may be on no graph, and that is no fault.
         if isinstance(metric, Tensor) and metric.requires_grad:
