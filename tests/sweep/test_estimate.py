@@ -94,7 +94,7 @@ def test_it_is_the_gradient_times_the_difference() -> None:
     model.zero_grad()
     expected = torch.stack([(gradients[name] * (a - b)).sum((0, 2)) for name, (a, b) in values.items()])
     found = sweep(model, clean, corrupted, metric, sites=["a", "b", "c"], estimate="gradient")
-    torch.testing.assert_close(found.values - found.corrupted, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.values - found.corrupted, expected.double(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_value_that_is_overwritten_next_makes_no_difference() -> None:
@@ -209,7 +209,7 @@ def through_by_hand(model: nn.Module, clean: Tensor, corrupted: Tensor, sender: 
             values.append(float(metric(model(corrupted))))
             for handle in handles:
                 handle.remove()
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("receivers", [["b"], ["c"], ["b", "c"]])
