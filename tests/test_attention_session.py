@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import torchhook as th
 from tests.oracle import hooks_on
+from torchhook import edits
 from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError
 from torchhook.types import Recording, Session
 
@@ -167,6 +168,24 @@ def test_the_session_opens_again_with_maps_of_its_own() -> None:
     assert [weights.shape[-1] for weights in second.all("transformer.h.0.attn")] == [3, 2]
     _, third = session.run(IDS[:, :4])
     assert third["transformer.h.1.attn"].shape == (1, 4, 4, 4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_edges_that_an_edit_around_it_cuts_are_not_in_the_maps(training: bool) -> None:
+    models: dict[str, nn.Module] = {
+        "self_attn/multi_head_attention_forward": nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True),
+        "transformer.h.0.attn/scaled_dot_product_attention": causal("gpt2", "sdpa"),
+    }
+    for site, model in models.items():
+        x = IDS if "gpt2" in type(model).__name__.lower() else torch.randn(1, 6, 8)
+        with th.edit(model.train(training), {f"{site}:input": edits.block(queries=[3, 5], keys=1)}):
+            with th.attention(model) as maps:
+                model(x)
+            again = th.attention(model, x)
+        for found in (maps, again):
+            weights = found[site.partition("/")[0]]
+            assert (weights[:, :, [3, 5], 1] == 0).all()
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))
 
 
 def test_a_model_that_never_attends_is_said_at_the_end_of_the_block() -> None:

@@ -50,8 +50,15 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     # The rank of the queries is as large as all heads together, by chance.
     "DeepseekV3": (
         {
-            **_BASE, **_ENDS, "num_key_value_heads": 4, "first_k_dense_replace": 1, "q_lora_rank": 40,
-            "kv_lora_rank": 36, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 9,
+            **_BASE,
+            **_ENDS,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 36,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 9,
         },
         "q_b_proj o_proj:input",
     ),

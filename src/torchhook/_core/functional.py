@@ -8,10 +8,12 @@ pass as quickly as can be.
 
 from __future__ import annotations
 
+import operator
 import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +58,9 @@ def op_name(function: Callable[..., Any]) -> str | None:
     return _OPERATORS.get(name, name.strip("_") if name.startswith("__") else name)
 
 
+_openings = count(1)
+
+
 class Listener:
     """Every operation of a model: which module is running, and what happens in it."""
 
@@ -64,8 +69,14 @@ class Listener:
         """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
+        self.opened = 0
+        """Which of all openings its session's was."""
         self._gate = Tap("operations", scope)
         self._running: list[nn.Module] = []
+
+    def open(self) -> None:
+        """Its session opens, inside of all that are open now."""
+        self.opened = next(_openings)
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         """The hooks that modules need for the stack of running modules to be right."""
@@ -274,6 +285,8 @@ class _Mode(TorchFunctionMode):
 
     def listen(self, listener: Listener) -> None:
         self.listeners.append(listener)
+        # Outer sessions come first, as with hooks, though the inner one may listen from further outside in the model.
+        self.listeners.sort(key=_opened)
         self._settle()
 
     def ignore(self, listener: Listener) -> None:
@@ -315,6 +328,9 @@ class _Mode(TorchFunctionMode):
         for listener, module in heard:
             output = listener.after(name, module, output, args, kwargs)
         return output
+
+
+_opened = operator.attrgetter("opened")
 
 
 class _PerThread(threading.local):

@@ -223,6 +223,7 @@ class Session(Shown):
                 self.gathers.open()
             if taps.listener is not None:
                 attachment.defer(taps.listener.close)
+                taps.listener.open()
                 for module, boundary in taps.listener.boundaries(self.index):
                     attachment.attach(boundary, module)
             counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
