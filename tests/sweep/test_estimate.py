@@ -180,6 +180,26 @@ def test_more_steps_come_nearer_to_what_all_patches_do_together() -> None:
     assert far[2] < 0.02 * min(far[:2])
 
 
+class Halves(nn.Module):
+    """Half precision inside, and a sum in single."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Identity(), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x).float() * self.weight).sum(-1)
+
+
+@pytest.mark.parametrize(("weight", "size"), [(1e-4, 1e-4), (1e-3, 4e4)], ids=["too small", "too large"])
+def test_effects_that_half_precision_has_no_room_for_are_found(weight: float, size: float) -> None:
+    """Values and gradients may be numbers there, and the difference of two, or the product of both, none."""
+    clean = torch.full((1, 3, 1024), size, dtype=torch.float16)
+    found = sweep(Halves(weight), clean, -clean, torch.sum, sites="inner", estimate="gradient")
+    expected = torch.full((3,), 1024 * 2 * weight * size, dtype=torch.float64)
+    torch.testing.assert_close(found.values[0] - found.corrupted, expected, rtol=1e-2, atol=0)
+
+
 # -- through other sites --------------------------------------------------------------------------
 
 

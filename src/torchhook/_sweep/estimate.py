@@ -55,7 +55,9 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
         else:
             corrupted, values, _ = _gradients(task, task.corrupted, {}, backward=False)
             gradients = _along_the_way(task, steps)
-    effects = {key: gradient * (_clean(task, key, values[key]) - values[key]) for key, gradient in gradients.items()}
+    effects = {
+        key: _effect(gradient, _clean(task, key, values[key]), values[key]) for key, gradient in gradients.items()
+    }
     found = [
         corrupted
         + sum(
@@ -72,6 +74,13 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
         names = ", ".join(repr(str(place.target.site)) for place in silent[:3])
         notes.append(f"no gradient of the metric reaches {len(silent)} of {len(task.places)} sites ({names}): 0 there")
     return found, corrupted, notes
+
+
+def _effect(gradient: Tensor, clean: Tensor, value: Tensor) -> Tensor:
+    # In half precision, the product of two small numbers is zero, and the difference of two large ones infinite.
+    if value.dtype != torch.float64:
+        gradient, clean, value = gradient.float(), clean.float(), value.float()
+    return gradient * (clean - value)
 
 
 def _clean(task: Task, key: Key, like: Tensor) -> Tensor:
