@@ -192,10 +192,11 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize(("weight", "size"), [(1e-4, 1e-4), (1e-3, 4e4)], ids=["too small", "too large"])
-def test_effects_that_half_precision_has_no_room_for_are_found(weight: float, size: float) -> None:
+@pytest.mark.parametrize("steps", [1, 300])
+def test_effects_that_half_precision_has_no_room_for_are_found(weight: float, size: float, steps: int) -> None:
     """Values and gradients may be numbers there, and the difference of two, or the product of both, none."""
     clean = torch.full((1, 3, 1024), size, dtype=torch.float16)
-    found = sweep(Halves(weight), clean, -clean, torch.sum, sites="inner", estimate="gradient")
+    found = sweep(Halves(weight), clean, -clean, torch.sum, sites="inner", estimate="gradient", steps=steps)
     expected = torch.full((3,), 1024 * 2 * weight * size, dtype=torch.float64)
     torch.testing.assert_close(found.values[0] - found.corrupted, expected, rtol=1e-2, atol=0)
 

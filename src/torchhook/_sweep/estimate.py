@@ -56,7 +56,8 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
             corrupted, values, _ = _gradients(task, task.corrupted, {}, backward=False)
             gradients = _along_the_way(task, steps)
     effects = {
-        key: _effect(gradient, _clean(task, key, values[key]), values[key]) for key, gradient in gradients.items()
+        key: _wide(gradient) * (_wide(_clean(task, key, values[key])) - _wide(values[key]))
+        for key, gradient in gradients.items()
     }
     found = [
         corrupted
@@ -76,11 +77,9 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
     return found, corrupted, notes
 
 
-def _effect(gradient: Tensor, clean: Tensor, value: Tensor) -> Tensor:
+def _wide(tensor: Tensor) -> Tensor:
     # In half precision, the product of two small numbers is zero, and the difference of two large ones infinite.
-    if value.dtype != torch.float64:
-        gradient, clean, value = gradient.float(), clean.float(), value.float()
-    return gradient * (clean - value)
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _clean(task: Task, key: Key, like: Tensor) -> Tensor:
@@ -246,7 +245,8 @@ def _along_the_way(task: Task, steps: int) -> dict[Key, Tensor]:
         entries = {site: torch.lerp(after[site], before[site], share) for site in differing}
         _, _, gradients = _gradients(task, _mixed(task, share), entries)
         for key, gradient in gradients.items():
-            total[key] = total[key] + gradient / steps if key in total else gradient / steps
+            share_of = _wide(gradient) / steps
+            total[key] = total[key] + share_of if key in total else share_of
     return total
 
 
