@@ -99,6 +99,11 @@ class TokenChoice:
         # Of (N, T, heads, D), the heads of a token are at one position; the pixels of a map have each their own.
         known = padding.known()
         by_time = known is not None and channel != 1 and known.fits(self.rows, value.shape[1])
+        if by_time and value.dim() > 3 and value.shape[1] == value.shape[2]:
+            raise ExtractError(
+                f"{shown(name)!r}: positions may be dim 1 or dim 2 of a value of shape {tuple(value.shape)}. Say which "
+                "with a transform: lambda v: v.flatten(2), or lambda v: v.transpose(1, 2).flatten(2)."
+            )
         return tokens, value.shape[1] if by_time or (value.dim() == 3 and channel == 2) else len(tokens) // self.rows
 
     def _channel(self, value: Tensor) -> int:
