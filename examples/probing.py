@@ -19,8 +19,8 @@ def accuracies(
     features = th.extract(model, data, sites, out, transform=transforms.pool("mean"), progress=False)
     half, classes = len(labels) // 2, torch.nn.functional.one_hot(labels).double()
     found = {}
-    for site, column in features.items():
-        x = torch.as_tensor(column[:]).double()
+    for site in features:
+        x = torch.as_tensor(features[site][:]).double()
         x = torch.cat([(x - x[:half].mean(0)) / (x[:half].std(0) + 1e-6), torch.ones(len(x), 1)], dim=1)
         gram = x[:half].T @ x[:half] + torch.eye(x.shape[1])
         weights = torch.linalg.solve(gram, x[:half].T @ classes[:half])

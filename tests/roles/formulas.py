@@ -30,6 +30,8 @@ class Hand:
     last: str = ""
     """The one that the last sum goes through."""
     factor: float = 1.0
+    factors: tuple[str, str] = ("", "")
+    """Parameters of the block that the two branches are multiplied by."""
     prefix: str = ""
     cross: str = ""
 
@@ -155,6 +157,9 @@ HAND: dict[str, list[Hand]] = {
     "dinov2": [
         Hand("encoder.layer", "layer_scale1", "layer_scale2", z="attention.o_proj", norm="layernorm", embed=None)
     ],
+    "beit": [
+        Hand("beit.layers", "attention.o_proj", norm=None, embed=None, factors=("lambda_1", "lambda_2")),
+    ],
     "siglip": [Hand("encoder.layers", "self_attn.out_proj", norm="post_layernorm", embed=None)],
     "t5": [_t5("encoder", 1), _t5("decoder", 2)],
     "bart": [_bart("encoder"), _bart("decoder")],
@@ -208,8 +213,9 @@ def by_hand(model: nn.Module, inputs: dict[str, Tensor], hand: Hand) -> dict[str
 
 
 def _sums(seen: dict[str, Tensor], i: int, block: nn.Module, hand: Hand) -> None:
-    for kind in ("attn_out", "mlp_out"):
-        seen[f"{kind}.{i}"] = seen[f"{kind}.{i}"] * hand.factor
+    for kind, name in zip(("attn_out", "mlp_out"), hand.factors, strict=True):
+        factor = block.get_parameter(name) if name else hand.factor
+        seen[f"{kind}.{i}"] = seen[f"{kind}.{i}"] * factor
     if hand.style == "parallel":
         return
     middle = seen[f"resid_pre.{i}"] + seen[f"attn_out.{i}"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchhook as th
+from tests.roles_models import build
 
 
 class _Attention(nn.Module):
@@ -174,3 +175,28 @@ def test_what_looks_along_the_tokens_is_no_feed_forward_part_whichever_dim_they_
     model = nn.Sequential(_PooledMixer(dim), _PooledMixer(dim))
     shape = (batch, 5, 8) if dim == 1 else (5, batch, 8)
     assert "from each token" in th.roles(model, torch.randn(shape)).refused["mlp_out.1"]
+
+
+class _Scan(nn.Module):
+    """Looks back only, as state spaces do; or ahead only."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.back, self.up, self.down = back, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h = h.cumsum(1) if self.back else h.flip(1).cumsum(1).flip(1)
+        return x + self.down(torch.tanh(h))
+
+
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_looks_back_or_ahead_only_is_no_feed_forward_part(back: bool, batch: int) -> None:
+    model = nn.Sequential(_Scan(back), _Scan(back))
+    assert "from each token" in th.roles(model, torch.randn(batch, 5, 8)).refused["mlp_out.0"]
+
+
+def test_the_mixer_of_mamba_is_neither_attention_nor_a_feed_forward_part() -> None:
+    roles = th.roles(build("mamba"))
+    assert {name.rpartition(".")[0] for name in roles.sites if name[-1].isdecimal()} == {"resid_pre", "resid_post"}

@@ -232,14 +232,15 @@ def scaled(text: str, name: str, site: Site, lookup: Site, weight: Tensor) -> Cl
 
 
 def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> Claim:
-    """Made from one token alone: where only others are changed, it stays. Read are two such runs, put side by side."""
+    """Made from each token alone: where only others change, it stays. Read are two such runs, put side by side."""
 
     def holds(values: Values) -> str | None:
         shape = values[before[1]][0].shape
-        if len(shape) < 3 or shape[1] < 2:
-            return "there is one token only: give inputs with several, batch first"
-        one, other = (made.reshape(*shape[:2], -1)[0, 0] for made in values[result[1]])
-        return different(one, other)
+        if len(shape) < 3 or shape[1] < 3:
+            return "there are less than three tokens: give inputs with several, batch first"
+        one, other = (made.reshape(*shape[:2], -1) for made in values[result[1]])
+        # The first and the last one: whoever looks only back, or only ahead, sees no others from one of them.
+        return different(one[0, 0], other[0, 0]) or different(one[-1, -1], other[-1, -1])
 
     return Claim(text, (before[0],), (result[0],), (before[1], result[1]), holds)
 

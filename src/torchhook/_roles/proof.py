@@ -41,7 +41,7 @@ class Judge:
         self._broken: set[int] = set()
 
     def tokenwise(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
-        """Try what is claimed of feed-forward parts, while all tokens but one of what they are made from change."""
+        """Try what is claimed of feed-forward parts, while most tokens of what they are made from change."""
         for name, (before, claim) in claims.items():
             if before in self.wrong:
                 self.wrong.setdefault(name, f"{claim.text}: that cannot be shown, because @{before} is refused.")
@@ -51,7 +51,7 @@ class Judge:
         read = [claim for _, claim in tried.values()]
         befores = list(dict.fromkeys(before for before, _ in tried.values()))
         one, other = (
-            self._run(self._probes[0][1], read, {self._sites[name]: _with_one_token(name, run) for name in befores})
+            self._run(self._probes[0][1], read, {self._sites[name]: _with_two_tokens(name, run) for name in befores})
             for run in ("once", "again")
         )
         lost = {site for site in one if one[site] is None or other[site] is None}
@@ -147,13 +147,13 @@ def _moved(name: str) -> Edit:
     return move
 
 
-def _with_one_token(name: str, run: str) -> Edit:
-    """Random values of which the first token is the same in every run, and the others are not."""
+def _with_two_tokens(name: str, run: str) -> Edit:
+    """Random values of which the first and the last token are the same in every run, and the others are not."""
 
     def change(value: Tensor) -> Tensor:
         same, others = (_noise(value, text) for text in (name, f"{name} {run}"))
         if value.dim() > 1:
-            others[0, 0] = same[0, 0]
+            others[0, 0], others[-1, -1] = same[0, 0], same[-1, -1]
         return others
 
     return change
