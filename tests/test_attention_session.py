@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import torchhook as th
 from tests.oracle import hooks_on
+from torchhook import edits
 from torchhook.errors import NeverOpenedWarning, NeverRanWarning, NoAttentionError, SessionError
 from torchhook.types import Recording, Session
 
@@ -169,6 +170,24 @@ def test_the_session_opens_again_with_maps_of_its_own() -> None:
     assert third["transformer.h.1.attn"].shape == (1, 4, 4, 4)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_edges_that_an_edit_around_it_cuts_are_not_in_the_maps(training: bool) -> None:
+    models: dict[str, nn.Module] = {
+        "self_attn/multi_head_attention_forward": nn.TransformerEncoderLayer(8, 2, dropout=0.0, batch_first=True),
+        "transformer.h.0.attn/scaled_dot_product_attention": causal("gpt2", "sdpa"),
+    }
+    for site, model in models.items():
+        x = IDS if "gpt2" in type(model).__name__.lower() else torch.randn(1, 6, 8)
+        with th.edit(model.train(training), {f"{site}:input": edits.block(queries=[3, 5], keys=1)}):
+            with th.attention(model) as maps:
+                model(x)
+            again = th.attention(model, x)
+        for found in (maps, again):
+            weights = found[site.partition("/")[0]]
+            assert (weights[:, :, [3, 5], 1] == 0).all()
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]))
+
+
 def test_a_model_that_never_attends_is_said_at_the_end_of_the_block() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
     with pytest.warns(NeverRanWarning, match="no attention call was seen in Sequential"), th.attention(model) as maps:
@@ -206,12 +225,15 @@ def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     forgotten = th.attention(encoder)
     for read in (lambda: forgotten["self_attn"], lambda: forgotten.all("self_attn"), lambda: forgotten.keys()):
-        with pytest.raises(SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'") as caught:
+        with pytest.raises(
+            SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'"
+        ) as caught:
             read()
         assert "capture" not in str(caught.value)
-    with forgotten, pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
+    with forgotten:
         encoder(torch.randn(1, 5, 8))
-        forgotten["self_attn"]
+        with pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
+            forgotten["self_attn"]
 
 
 # -- beside edits -------------------------------------------------------------------------------------------------

@@ -291,6 +291,7 @@ def test_bad_options_are_refused_at_once(ids: Tensor) -> None:
         ({"buffer": 8, "batch": 9}, "buffer=8: it must hold one batch at least"),
         ({"batch": 0}, "batch=0: give a number of tokens"),
         ({"buffer": 1.5}, "buffer=1.5: give a number of tokens"),
+        ({"seed": -1}, "seed=-1: give a whole number, 0 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             th.stream(Net(), ids, "up", **options)

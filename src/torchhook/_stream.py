@@ -85,6 +85,8 @@ def stream(
             raise ValueError(f"{name}={number!r}: give a number of tokens, 1 or more.")
     if buffer < batch:
         raise ValueError(f"buffer={buffer}: it must hold one batch at least, and batch={batch}.")
+    if seed < 0:
+        raise ValueError(f"seed={seed}: give a whole number, 0 or more.")
     passes = Passes(
         model,
         data,

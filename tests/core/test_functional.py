@@ -656,6 +656,24 @@ def test_a_session_that_opens_again_takes_its_turn_anew() -> None:
     assert torch.equal(after["0/relu"], X.relu() * 3)
 
 
+@pytest.mark.parametrize("wide", ["outer", "inner"])
+def test_the_outer_is_first_though_a_session_listens_from_further_outside(wide: str) -> None:
+    """One that has sites in the model itself hears of operations before those that have them in a child alone."""
+    model = nn.Sequential(Apply(lambda x: x.relu()))
+    model.forward = lambda x: model[0](x + 0)  # type: ignore[method-assign]
+    add: dict[str, Any] = {"0/relu": edits.add(1.0)}
+    scale: dict[str, Any] = {"0/relu": edits.scale(2.0)}
+    (add if wide == "outer" else scale)["/add"] = edits.scale(1.0)
+    with th.edit(model, add), th.edit(model, scale), th.capture(model, "/add", "0/relu") as rec:
+        assert torch.equal(model(X), (X.relu() + 1) * 2)
+    assert torch.equal(rec["0/relu"], (X.relu() + 1) * 2)
+    outer = th.edit(model, add)
+    with outer:
+        model(X)
+    with th.edit(model, scale), outer:  # it is the inner one now
+        assert torch.equal(model(X), X.relu() * 2 + 1)
+
+
 def test_a_session_that_opens_and_closes_inside_the_forward_of_another() -> None:
     inner = Family()
     found: list[Any] = []

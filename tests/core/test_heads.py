@@ -47,6 +47,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "q_lin k_lin v_lin out_lin:input",
     ),
     "ModernBert": ({**_BASE, **_ENDS, "global_attn_every_n_layers": 1}, "Wo:input"),
+    # The rank of the queries is as large as all heads together, by chance.
+    "DeepseekV3": (
+        {
+            **_BASE,
+            **_ENDS,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 40,
+            "kv_lora_rank": 36,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 9,
+        },
+        "q_b_proj o_proj:input",
+    ),
     "Albert": ({**_BASE, **_ENDS, "embedding_size": 16}, "query key value dense:input"),
 }
 IDS = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -150,6 +165,24 @@ def test_a_module_that_counts_heads_is_an_attention_for_its_own_projections_alon
     assert not known(Mixer(), "out").joined
     assert not known(Mixer(), "mlp.proj:input").counts
     assert not known(Mixer(), "deep.q").counts
+
+
+class SharedKeys(nn.Module):
+    """Keys and values in one projection, which is as large as the queries: twice half as many heads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 8
+        self.add_module(name, nn.Linear(32, 32))
+        self.forward = lambda x: getattr(self, name)(x)
+
+
+@pytest.mark.parametrize("name", ["kv", "to_kv", "kv_proj", "key_value"])
+def test_keys_and_values_in_one_projection_are_not_taken_for_queries(name: str) -> None:
+    model = SharedKeys(name)
+    with th.edit(model, {name: edits.only(edits.zero(), heads=1)}):
+        with pytest.raises(EditError, match="a fused projection of size 32"):
+            model(torch.randn(1, 3, 32))
 
 
 def test_without_a_size_nothing_is_derived() -> None:

@@ -223,6 +223,8 @@ def test_dims_may_be_named() -> None:
         ({"positions": 4}, (3, 4, 2), "positions=4 is outside of the 4 that there are"),
         ({"positions": [0, -5]}, (3, 4, 2), "positions=-5 is outside of the 4"),
         ({"positions": [1, -3]}, (3, 4, 2), "names one twice among 4"),
+        ({"positions": torch.tensor([1, 1, 0, 0])}, (3, 4, 2), "A mask is of booleans: mask.bool()."),
+        ({"positions": torch.tensor([[1, 1, 1, 0]] * 3)}, (3, 4, 2), "A mask is of booleans: mask.bool()."),
         ({"positions": [[0], [1]]}, (3, 4, 2), "positions have 2 lines, and there are 3 rows"),
         ({"positions": MASK}, (3, 5, 2), "the mask of positions is 4 long, and there are 5"),
         ({"rows": [True, False]}, (3, 4, 2), "the mask of rows has 2 elements, and there are 3"),

@@ -51,6 +51,17 @@ def test_special_tokens_are_left_out_and_keep_their_positions() -> None:
     assert where(block) == [(10, 1), (10, 2), (11, 1)]
 
 
+def test_a_batch_of_one_token_each_has_special_ones_too() -> None:
+    ids, value = torch.tensor([[1], [7]]), torch.randn(2, 1, 3)
+    block = choice(special=(1,), call=Inputs((), {"input_ids": ids}))("h", value)
+    assert torch.equal(block.tokens, value[1])
+    assert where(block) == [(11, 0)]
+    # What is made of all the tokens of a row is none of them.
+    pooled = torch.randn(2, 3)
+    assert torch.equal(choice(special=(1,), call=Inputs((), {"input_ids": ids}))("pooler", pooled).tokens, pooled)
+    assert torch.equal(choice(special=(1,))("pooler", value).tokens, value[:, 0])
+
+
 def test_rows_and_positions_in_one_dim_are_told_apart_by_the_rows_of_the_batch() -> None:
     value = torch.randn(8, 3)  # as a router of experts gives them
     with knowing(given("lengths=", MASK, 2)):
@@ -75,6 +86,18 @@ def test_heads_of_a_token_are_at_its_position_and_pixels_of_a_map_at_their_own()
     assert where(block)[:5] == [(10, 0), (10, 1), (10, 2), (10, 3), (11, 0)]
     with pytest.raises(ExtractError, match="no rows of tokens"):
         choice()("conv", image)
+
+
+def test_as_many_heads_as_positions_cannot_be_told_from_them() -> None:
+    """``(N, T, heads, D)`` or, as the fused attention gives it, ``(N, heads, T, D)``."""
+    with knowing(given("lengths=", MASK, 2)):
+        with pytest.raises(
+            ExtractError, match=r"'h': positions may be dim 1 or dim 2 of a value of shape \(2, 4, 4, 3\)"
+        ):
+            choice(maps=True)("h", torch.randn(2, 4, 4, 3))
+        value = torch.randn(2, 4, 4, 3)
+        block = choice(maps=True)("h", value.transpose(1, 2).flatten(2))
+    assert torch.equal(block.tokens, value.transpose(1, 2).flatten(2)[MASK.bool()])
 
 
 def test_rows_of_a_transforms_own_making_are_taken_as_they_are() -> None:

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,15 @@ def test_they_are_indexed_like_a_tensor_of_all_tokens(store: Any) -> None:
     assert tokens[[]].shape == (0, 8)
     for i, token in zip(range(20), tokens, strict=False):
         assert torch.equal(token, truth[i])
+
+
+@pytest.mark.parametrize("index", [1.5, True, "b", None, torch.tensor(1.0), torch.tensor(True), np.float32(2)])
+def test_what_is_no_number_of_a_token_is_refused(store: Any, index: Any) -> None:
+    tokens = store.tokens("b")
+    for read in (tokens.__getitem__, tokens.where):
+        with pytest.raises(TypeError, match="'b': rows are chosen by number, slice, list or mask, found"):
+            read(index)
+    assert torch.equal(tokens[torch.tensor(3)], tokens[np.int32(3)])
 
 
 def test_the_row_and_the_position_of_each_are_known(store: Any) -> None:
@@ -199,8 +209,11 @@ def test_without_shuffle_they_come_in_order_and_the_last_batch_may_be_left_out(s
     assert torch.equal(torch.cat(list(tokens.loader(16))), truth)
     whole = list(tokens.loader(16, drop_last=True))
     assert [len(batch) for batch in whole] == [16] * (len(truth) // 16)
-    with pytest.raises(ValueError, match="batch=0"):
-        tokens.loader(0)
+    for batch in (0, 2.5):
+        with pytest.raises(ValueError, match=f"batch={batch}: give a number of tokens, 1 or more"):
+            tokens.loader(batch)
+    with pytest.raises(ValueError, match="seed=-1: give a whole number, 0 or more"):
+        tokens.loader(4, shuffle=True, seed=-1)
 
 
 def test_a_loader_draws_no_random_numbers_of_the_process(store: Any) -> None:

@@ -530,6 +530,19 @@ def test_the_result_is_read_by_site_and_position_normalized_and_in_columns() -> 
         result["a", 5]
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_small_effects_on_a_large_metric_are_not_rounded_away(default: torch.dtype) -> None:
+    model = nn.Linear(2, 1).double()
+    clean, corrupted = torch.ones(1, 4, 2).double(), torch.zeros(1, 4, 2).double()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        result = sweep(model, clean, corrupted, lambda output: output.sum() * 1e-3 + 1e5, sites="")
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(result.normalized, torch.full((1, 4), 0.25).double(), rtol=1e-5, atol=0)
+
+
 def test_the_result_prints_itself_as_a_table() -> None:
     result = Sweep(torch.tensor([[1.0, 2.0], [3.0, math.nan]]), ["h.0", "h.1"], [0, 1], 3.0, 1.0, ["a note"])
     assert str(result) == (

@@ -94,7 +94,7 @@ def test_it_is_the_gradient_times_the_difference() -> None:
     model.zero_grad()
     expected = torch.stack([(gradients[name] * (a - b)).sum((0, 2)) for name, (a, b) in values.items()])
     found = sweep(model, clean, corrupted, metric, sites=["a", "b", "c"], estimate="gradient")
-    torch.testing.assert_close(found.values - found.corrupted, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.values - found.corrupted, expected.double(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_value_that_is_overwritten_next_makes_no_difference() -> None:
@@ -180,6 +180,27 @@ def test_more_steps_come_nearer_to_what_all_patches_do_together() -> None:
     assert far[2] < 0.02 * min(far[:2])
 
 
+class Halves(nn.Module):
+    """Half precision inside, and a sum in single."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Identity(), weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x).float() * self.weight).sum(-1)
+
+
+@pytest.mark.parametrize(("weight", "size"), [(1e-4, 1e-4), (1e-3, 4e4)], ids=["too small", "too large"])
+@pytest.mark.parametrize("steps", [1, 300])
+def test_effects_that_half_precision_has_no_room_for_are_found(weight: float, size: float, steps: int) -> None:
+    """Values and gradients may be numbers there, and the difference of two, or the product of both, none."""
+    clean = torch.full((1, 3, 1024), size, dtype=torch.float16)
+    found = sweep(Halves(weight), clean, -clean, torch.sum, sites="inner", estimate="gradient", steps=steps)
+    expected = torch.full((3,), 1024 * 2 * weight * size, dtype=torch.float64)
+    torch.testing.assert_close(found.values[0] - found.corrupted, expected, rtol=1e-2, atol=0)
+
+
 # -- through other sites --------------------------------------------------------------------------
 
 
@@ -209,7 +230,7 @@ def through_by_hand(model: nn.Module, clean: Tensor, corrupted: Tensor, sender: 
             values.append(float(metric(model(corrupted))))
             for handle in handles:
                 handle.remove()
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("receivers", [["b"], ["c"], ["b", "c"]])
@@ -237,6 +258,25 @@ def test_what_comes_after_the_sites_it_should_go_through_does_nothing() -> None:
     found = sweep(model, clean, corrupted, metric, sites="c", through="a", estimate="gradient")
     assert (found.values == found.corrupted).all()
     assert "no gradient of the metric reaches 1 of 1 sites ('c')" in found.notes[0]
+
+
+class Choosing(Linear):
+    """Has a layer of whole numbers on the way, which carries no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return self.c(x) + self.best(x.argmax(-1))[..., None]
+
+
+def test_no_gradient_goes_through_whole_numbers_and_it_is_said() -> None:
+    model, (clean, corrupted) = model_of(Choosing), inputs()
+    found = sweep(model, clean, corrupted, torch.sum, sites="a", through="best", estimate="gradient")
+    assert (found.values == found.corrupted).all()
+    assert "no gradient of the metric reaches 1 of 1 sites ('a')" in found.notes[0]
 
 
 # -- what cannot be done --------------------------------------------------------------------------

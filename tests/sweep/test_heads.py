@@ -84,7 +84,7 @@ def by_hand(
                 handle = module.register_forward_hook(lambda m, args, output, put=put: put(output))
             found.append(float(margin(model(corrupted))))
             handle.remove()
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def side_by_side(value: Tensor, head: int) -> Tensor:

@@ -88,3 +88,9 @@ def test_memory_grows_with_the_logarithm_of_the_count_alone() -> None:
 
 def test_nothing_has_no_quantiles() -> None:
     assert Sketch(32).quantile(0.5).isnan().all()
+
+
+def test_quantiles_among_infinities_are_infinite() -> None:
+    sketch, inf = Sketch(32), math.inf
+    sketch.add(torch.tensor([[-inf], [-inf], [-inf], [2.0], [3.0], [inf], [inf]]))
+    assert [float(sketch.quantile(q)) for q in (0.0, 0.2, 0.5, 0.9, 1.0)] == [-inf, -inf, 2.0, inf, inf]

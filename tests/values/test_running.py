@@ -131,3 +131,15 @@ def test_halves_and_whole_numbers_are_summed_in_double() -> None:
         np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-12)
         np.testing.assert_allclose(found.variance(), exact.var(0, ddof=1), rtol=1e-10)
         np.testing.assert_array_equal(found.quantile(0.5), np.quantile(exact, 0.5, axis=0))
+
+
+@pytest.mark.parametrize("start", [2**24, 2**40])
+def test_whole_numbers_that_single_precision_has_no_room_for_are_not_rounded(start: int) -> None:
+    values = start + torch.arange(50)[:, None]
+    found = Running("channel", resolution=64, top=1)
+    found.add(Block(values, torch.arange(50), torch.zeros(50, dtype=torch.int64)))
+    exact = values.double().numpy()
+    np.testing.assert_allclose(found.variance(), exact.var(0, ddof=1), rtol=1e-12)
+    np.testing.assert_array_equal(found.max, exact.max(0))
+    np.testing.assert_array_equal(found.top.values[:, 0], exact.max(0))
+    np.testing.assert_array_equal(found.quantile(0.25), np.quantile(exact, 0.25, axis=0))

@@ -27,6 +27,10 @@ _WIDTHS = ("inner_dim", "all_head_size", "embed_dim", "hidden_size", "d_model", 
 # A projection is known by its name: where the model is as wide as its heads together, sizes cannot tell them apart.
 _MAKES_HEADS = {"q", "k", "v", "query", "key", "value", "qkv", "kv", "wq", "wk", "wv", "wqkv", "c_attn", "q_attn"}
 _JOINS_HEADS = {"o", "out", "output", "dense", "proj", "wo", "c_proj", "lin"}
+# Of several in one, the size may be that of another number of heads by chance; of a low rank, of all heads together.
+_FUSED = {"qkv", "kv", "wqkv", "c_attn"}
+_ONE_OF_THREE = {"q", "k", "v", "query", "key", "value"}
+_LOW_RANK = {"a", "down"}
 _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate", "fc"}
 
 _INWARD = ("input", "grad_input")
@@ -56,10 +60,11 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     if queries is None:
         return KnownHeads(why_not=f"neither {where} nor a config around it says how many heads there are")
     joined, why_not = _lies_joined(inside, site.op, site.port, index.find(site.path))
+    fused = joined and site.port not in _INWARD and _is_fused(_words(_projection(inside)))
     sections = _first([attention], ("split_size",)) if _splits(attention) else None
     sinks = getattr(attention, "sinks", None) is not None
     keys, dims = _keys(sources, queries), _dims(sources, queries)
-    return KnownHeads(where, queries, keys, dims, sections, site.op, sinks, joined, why_not)
+    return KnownHeads(where, queries, keys, dims, sections, site.op, sinks, joined, fused, why_not)
 
 
 def _attention(chain: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> int | None:
@@ -119,15 +124,25 @@ def _lies_joined(inside: Sequence[str], op: str | None, port: str, module: nn.Mo
         return False, f"the operation {op!r} has heads in a dim of their own, in values of 4 dims"
     if not inside:
         return False, "what an attention takes and gives is no longer, or not yet, divided into heads"
-    # Of a list of modules, the name of the list: "to_out.0".
-    name = next((name for name in reversed(inside) if not name.isdigit()), inside[-1])
+    name = _projection(inside)
     words, inward = _words(name), port in _INWARD
     normalizes = "norm" in type(module).__name__.lower() or "norm" in words
+    if words & _MAKES_HEADS and words & _LOW_RANK:
+        return False, f"{name!r} comes before the heads are made, by the projection after it"
     if words & _MAKES_HEADS and (normalizes or _projects(module)):
         return not inward or normalizes, f"{name!r} makes the heads: they are in its output, not in its input"
     if words & _JOINS_HEADS and _projects(module):
         return inward, f"{name!r} joins the heads: they are in its input, not in its output"
     return False, f"whether {name!r} comes before or after the heads are joined cannot be told from its name"
+
+
+def _projection(inside: Sequence[str]) -> str:
+    """The name that tells; of a list of modules, the name of the list: "to_out.0"."""
+    return next((name for name in reversed(inside) if not name.isdigit()), inside[-1])
+
+
+def _is_fused(words: set[str]) -> bool:
+    return bool(words & _FUSED) or len(words & _ONE_OF_THREE) > 1
 
 
 def _splits(attention: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -23,8 +23,9 @@ from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop, Stopped
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
+from torchhook._core.shown import Shown
 from torchhook._core.taps import CustomTap, Look
-from torchhook._core.wiring import Shown, Taps
+from torchhook._core.wiring import Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._torch import graph_task
@@ -381,24 +382,3 @@ class Session(Shown):
                     target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
                 )
             self.recording.missing[address] = why
-
-    # -- not a recording ------------------------------------------------------------------------
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        raise SessionError(self._not_a_recording(f"[{key!r}]"))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_") or not hasattr(Recording, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise SessionError(self._not_a_recording(f".{name}"))
-
-    _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
-
-    def _not_a_recording(self, asked: str) -> str:
-        line, name = f"'with {self._opened_as}:'", self._opened_as.rpartition(" ")[2]
-        if self._attachment is None:
-            return (
-                f"this session was never opened, so there is no recording to read {name}{asked} from. Write {line} and "
-                "call the model inside the block, or open() it first."
-            )
-        return f"this is the session; its recording is session.recording{asked}, or {name} of {line}."

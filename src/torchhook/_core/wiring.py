@@ -13,15 +13,15 @@ from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
-from torchhook._core.hooks import Attachment, TensorHandles, after_call_always
+from torchhook._core.hooks import TensorHandles, after_call_always
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
-from torchhook._recording.records import Recording, Rows
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.records import Rows
+from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
 from torchhook._torch.hooks import Undo
 from torchhook._values.call_masks import CallPadding
@@ -281,19 +281,3 @@ def _pass_tensor(tap: Tap, target: Target) -> None:
     assert target.tensor is not None
     with offload.read(target.module, target.tensor) as tensor:
         tap.take(tensor)
-
-
-class Shown:
-    """How a session shows itself: in one line, and in a notebook with its sites."""
-
-    recording: Recording
-    _taps: Taps
-    _attachment: Attachment | None
-    _closed: bool
-
-    def __repr__(self) -> str:
-        state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
-        return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
-
-    def _repr_html_(self) -> str:
-        return self._taps.table(repr(self)[1:-1])._repr_html_()

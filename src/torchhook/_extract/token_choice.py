@@ -68,7 +68,7 @@ class TokenChoice:
             mask = self._mask(value, width)
         except TransformError as error:
             raise ExtractError(f"{shown(name)!r}: {error} With lengths=False, all positions are taken.") from error
-        wanted = self._wanted(name, width, mask)
+        wanted = self._wanted(name, value, width, mask)
         times = len(tokens) // (self.rows * width) if width else 1  # several of one position: its heads
         positions = torch.arange(width).expand(self.rows, -1) if mask is None else mask.cumsum(1) - 1
         rows = torch.arange(self.start, self.start + self.rows)[:, None].expand(-1, width)
@@ -99,6 +99,11 @@ class TokenChoice:
         # Of (N, T, heads, D), the heads of a token are at one position; the pixels of a map have each their own.
         known = padding.known()
         by_time = known is not None and channel != 1 and known.fits(self.rows, value.shape[1])
+        if by_time and value.dim() > 3 and value.shape[1] == value.shape[2]:
+            raise ExtractError(
+                f"{shown(name)!r}: positions may be dim 1 or dim 2 of a value of shape {tuple(value.shape)}. Say which "
+                "with a transform: lambda v: v.flatten(2), or lambda v: v.transpose(1, 2).flatten(2)."
+            )
         return tokens, value.shape[1] if by_time or (value.dim() == 3 and channel == 2) else len(tokens) // self.rows
 
     def _channel(self, value: Tensor) -> int:
@@ -117,14 +122,18 @@ class TokenChoice:
             return None
         return known.at(self.rows, width)
 
-    def _wanted(self, name: str, width: int, mask: Tensor | None) -> Tensor | None:
+    def _wanted(self, name: str, value: Tensor, width: int, mask: Tensor | None) -> Tensor | None:
         """Which positions are taken, ``(rows, width)``; ``None`` for all."""
-        # What has one value for each row was made of all its tokens: none of them can be left out of it any more.
-        if self.special is None or width == 1:
+        if self.special is None or (width == 1 and not self._is_one_token(name, value)):
             return mask
         ids = self._ids_of(name, width)
         plain = ~torch.isin(ids, self.special)
         return plain if mask is None else plain & mask
+
+    def _is_one_token(self, name: str, value: Tensor) -> bool:
+        """Whether rows are of one token; else one value for each was made of all tokens, and none can be left out."""
+        ids = self._named(name)
+        return value.dim() > 2 and ids is not None and ids.shape[1] == 1
 
     def _ids_of(self, name: str, width: int) -> Tensor:
         chosen = self._named(name)

@@ -106,6 +106,17 @@ def _places(part: Tensor, shape: Sequence[int], name: str) -> tuple[Tensor, ...]
     return part.nonzero(as_tuple=True)
 
 
+def single(key: Any, rows: int, name: str) -> int:
+    """The row that a number stands for, and nothing that could be rounded to one."""
+    kind = getattr(key, "dtype", type(key).__name__)
+    if kind in ("bool", torch.bool) or not hasattr(key, "__index__"):
+        raise TypeError(f"{name!r}: {_WANTED}, found {kind}.")
+    try:
+        return number(operator.index(key), rows, name)
+    except TypeError:  # a tensor of another kind
+        raise TypeError(f"{name!r}: {_WANTED}, found {kind}.") from None
+
+
 def number(row: int, rows: int, name: str) -> int:
     """A row by its number, of so many; negative ones count from the end."""
     if not -rows <= row < rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torchhook._features.indexing import number, numbers
+from torchhook._features.indexing import numbers, single
 from torchhook._features.manifest import shown
 from torchhook._features.permutation import Permutation
 from torchhook._recording.tables import Table
@@ -126,7 +126,7 @@ class Tokens(Dataset[Any]):
             return False, np.arange(*index.indices(len(self)))
         if isinstance(index, range) or np.ndim(index):
             return False, np.asarray(numbers(index, len(self), name), dtype=np.int64)
-        return True, np.array([number(int(index), len(self), name)])
+        return True, np.array([single(index, len(self), name)])
 
     def _by_shard(self, places: np.ndarray[Any, Any]) -> tuple[list[tuple[int, Tensor]], Tensor]:
         """The tokens of each shard in ascending order, and where each belongs in what is returned."""
@@ -166,8 +166,10 @@ class Tokens(Dataset[Any]):
             drop_last: Whether to leave out the last batch of an epoch if it is not full.
             options: Those of ``DataLoader``: ``pin_memory``, ``prefetch_factor``, …
         """
-        if batch < 1:
-            raise ValueError(f"batch={batch}: give a number of tokens, 1 or more.")
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batch={batch!r}: give a number of tokens, 1 or more.")
+        if seed < 0:
+            raise ValueError(f"seed={seed}: give a whole number, 0 or more.")
         order = _Batches(len(self), batch, seed if shuffle else None, drop_last)
         # Else a loader draws from the process's own random numbers.
         options.setdefault("generator", torch.Generator().manual_seed(seed))

@@ -104,7 +104,8 @@ def sweep(
             results, notes = all_patches(runner, cells, batch, scale, progress)
     if why := nothing_between(clean_value, corrupted_value):
         warn(why, UserWarning)
-    values = torch.full((len(found), len(at)), math.nan)
+    # In double, whatever the default is: the effect of a patch may be small beside the metric.
+    values = torch.full((len(found), len(at)), math.nan, dtype=torch.float64)
     for patch, value in zip(cells, results, strict=True):
         values[patch.row, patch.column] = value
     names = [str(place.target.site) for place in found]

@@ -55,7 +55,10 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
         else:
             corrupted, values, _ = _gradients(task, task.corrupted, {}, backward=False)
             gradients = _along_the_way(task, steps)
-    effects = {key: gradient * (_clean(task, key, values[key]) - values[key]) for key, gradient in gradients.items()}
+    effects = {
+        key: _wide(gradient) * (_wide(_clean(task, key, values[key])) - _wide(values[key]))
+        for key, gradient in gradients.items()
+    }
     found = [
         corrupted
         + sum(
@@ -72,6 +75,11 @@ def estimate(task: Task, patches: list[Patch], steps: int) -> tuple[list[float],
         names = ", ".join(repr(str(place.target.site)) for place in silent[:3])
         notes.append(f"no gradient of the metric reaches {len(silent)} of {len(task.places)} sites ({names}): 0 there")
     return found, corrupted, notes
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    # In half precision, the product of two small numbers is zero, and the difference of two large ones infinite.
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _clean(task: Task, key: Key, like: Tensor) -> Tensor:
@@ -181,8 +189,11 @@ def _noted(row: int, live: dict[Key, Tensor]) -> Callable[[Any, Site], Any]:
 def _at_receivers(task: Task, inputs: Inputs, entries: dict[Site, Tensor]) -> dict[Key, Tensor]:
     """The metric's gradient at each of the ``through`` sites, the others of them held still."""
     zeros: dict[Key, Tensor] = {}
+    ran: set[int] = set()
 
     def cut(row: int, value: Any, site: Site) -> Any:
+        ran.add(row)  # of whole numbers there are no zeros
+
         def still(leaf: str, tensor: Tensor) -> Tensor:
             zero = zeros[row, f"{site} {leaf}"] = torch.zeros_like(tensor, requires_grad=True)
             return tensor.detach() + zero
@@ -199,7 +210,7 @@ def _at_receivers(task: Task, inputs: Inputs, entries: dict[Site, Tensor]) -> di
     with session:
         metric = measured(task.metric, calling.call(task.model, inputs))
         for row, target in enumerate(task.through):
-            if not any(key[0] == row for key in zeros):
+            if row not in ran:
                 raise NeverRanError(f"through={str(target.site)!r} never ran, so that nothing goes through it.")
         # Where the metric hangs on none of them, it may be on no graph, and that is no fault.
         if isinstance(metric, Tensor) and metric.requires_grad:
@@ -234,7 +245,8 @@ def _along_the_way(task: Task, steps: int) -> dict[Key, Tensor]:
         entries = {site: torch.lerp(after[site], before[site], share) for site in differing}
         _, _, gradients = _gradients(task, _mixed(task, share), entries)
         for key, gradient in gradients.items():
-            total[key] = total[key] + gradient / steps if key in total else gradient / steps
+            share_of = _wide(gradient) / steps
+            total[key] = total[key] + share_of if key in total else share_of
     return total
 
 

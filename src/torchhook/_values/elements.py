@@ -96,6 +96,15 @@ def real(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() and tensor.dtype not in _FLOAT8 else tensor.float()
 
 
+def real_in_full(tensor: Tensor) -> Tensor:
+    """As ``real``, and in double precision what single has no room for.
+
+    >>> real_in_full(torch.tensor([2**24 + 1])).tolist()
+    [16777217.0]
+    """
+    return tensor.to(widest(tensor.device)) if tensor.dtype in _WIDE else real(tensor)
+
+
 def dense(tensor: Tensor) -> Tensor:
     """A tensor without gaps, of real numbers; the rows of a nested one are filled up with NaN.
 

@@ -33,6 +33,8 @@ class KnownHeads(NamedTuple):
     """Whether the softmax is taken over one column more than there are keys."""
     joined: bool = False
     """Whether heads lie side by side here: after the projection that makes them, or before the one that joins them."""
+    fused: bool = False
+    """Whether more than one of query, key and value lie here, one after the other or head by head."""
     why_not: str = "the modules around a site are known in a session only"
     """Why heads do not lie side by side here, or are not known."""
 
@@ -81,7 +83,7 @@ _NAME_IT = "Name the dim: heads=edits.along(which, dim=…), with count=… wher
 
 def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     last, size = len(shape) - 1, shape[-1] if shape else 0
-    for count in known.counts:
+    for count in () if known.fused else known.counts:
         if any(count * dim == size for dim in known.dims):
             return HeadAxis(last, count, joined=True)
     queries = known.queries or 0
@@ -89,8 +91,7 @@ def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     section = known.sections or 0
     if section and size in (2 * section, 3 * section) and any(queries * dim == section for dim in known.dims):
         return HeadAxis(last, queries, size // section, joined=True)
-    fused = any((queries + 2 * (known.keys or queries)) * dim == size for dim in known.dims)
-    if fused:
+    if known.fused or any((queries + 2 * (known.keys or queries)) * dim == size for dim in known.dims):
         raise NoPart(
             f"a fused projection of size {size} may hold each head's query, key and value together, or all queries "
             "before all keys: its size does not tell. Take the heads after they are split, at the operation "

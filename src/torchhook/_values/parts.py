@@ -257,8 +257,7 @@ def index(which: Any, size: int, name: str, known: KnownHeads = UNKNOWN) -> slic
         return slice(start, max(start, stop), step) if step > 0 else np.arange(size)[which]
     if isinstance(which, list):
         numbers = _inside(which, size, name, known)
-        if len(set(numbers)) < len(numbers):
-            raise NoPart(f"{name}={which} names one twice among {size}.")
+        _once_each(numbers, which, size, name)
         return np.array(numbers)
     if len(which) != size:
         raise NoPart(f"the mask of {name} has {len(which)} elements, and there are {size}.")
@@ -279,9 +278,15 @@ def _lines(lines: Array, size: int, name: str, known: KnownHeads) -> Array:
             raise NoPart(f"the mask of {name} is {lines.shape[1]} long, and there are {size}.")
         return lines
     for line in lines.tolist():
-        if len(set(_inside(line, size, name, known))) < len(line):
-            raise NoPart(f"{name}={line} names one twice among {size}.")
+        _once_each(_inside(line, size, name, known), line, size, name)
     return lines % size
+
+
+def _once_each(numbers: list[int], written: list[int], size: int, name: str) -> None:
+    if len(set(numbers)) < len(numbers):
+        # As tokenizers give them.
+        mask = " A mask is of booleans: mask.bool()." if {0, 1} >= set(written) and len(written) == size else ""
+        raise NoPart(f"{name}={written} names one twice among {size}.{mask}")
 
 
 def _arranged(

@@ -89,7 +89,9 @@ class Sketch:
         ranks = weights.to(values.device)[order].cumsum(1)
         at = q * (self.count - 1)
         low, high = ((ranks <= rank).sum(1, keepdim=True) for rank in (math.floor(at), math.ceil(at)))
-        return values.gather(1, low)[:, 0].lerp(values.gather(1, high)[:, 0], at - math.floor(at))
+        low, high = (values.gather(1, place)[:, 0] for place in (low, high))
+        # Between two infinities there is no line.
+        return torch.where(low == high, low, low.lerp(high, at - math.floor(at)))
 
     # -- what is written to a file ---------------------------------------------------------------------
 

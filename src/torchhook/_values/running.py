@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook._values.elements import real, widest
+from torchhook._values.elements import real_in_full, widest
 from torchhook._values.moments import Moments, at_least_one, merged, seen_from
 from torchhook._values.quantiles import Sketch
 
@@ -82,7 +82,7 @@ class Running:
 
     def add(self, block: Block) -> None:
         """Take the values of some tokens; nothing waits for the device."""
-        tokens = real(block.tokens.detach())
+        tokens = real_in_full(block.tokens.detach())
         if not tokens.numel():
             return
         size = max(1, _PIECE.get(tokens.device.type, _PIECE_ELSEWHERE) // tokens.shape[1])

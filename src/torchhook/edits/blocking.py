@@ -46,7 +46,8 @@ def block(queries: Which, keys: Which, heads: Which = None, rows: Which = None) 
     Args:
         queries: Which queries of this call, as in ``only``; ``None`` for all. While a model generates, a call after the
             first has one.
-        keys: Which keys, those in the cache included; ``None`` for all.
+        keys: Which keys, those in the cache included; ``None`` for all. A static cache has keys for tokens that are
+            yet to come, too: count from the front there.
         heads: In which heads of the queries; ``None`` for all.
         rows: In which rows of the batch; ``None`` for all.
     """

@@ -89,8 +89,7 @@ def _address(site: Any) -> str:
 
 def _written(site: str, edit: Any, writer: Writer) -> Any:
     try:
-        for one in edit if isinstance(edit, (list, tuple)) else (edit,):
-            _check_edit(one)
+        _check_all(edit)
         return writer.named(site, edit)
     except _NotData as error:
         raise EditError(
@@ -115,6 +114,14 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 # What would come back as something else: a function, an object of the user's class.
 _LOST = {"opaque", "fields", "mapping", "sequence", "named_tuple"}
+
+
+def _check_all(edit: Any) -> None:
+    if isinstance(edit, (list, tuple)):  # in order, and lists in it too
+        for one in edit:
+            _check_all(one)
+    else:
+        _check_edit(edit)
 
 
 def _check_edit(edit: Any) -> None:
