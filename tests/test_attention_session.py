@@ -206,7 +206,9 @@ def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     forgotten = th.attention(encoder)
     for read in (lambda: forgotten["self_attn"], lambda: forgotten.all("self_attn"), lambda: forgotten.keys()):
-        with pytest.raises(SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'") as caught:
+        with pytest.raises(
+            SessionError, match=r"never opened.*maps[\[.].*'with th.attention\(model\) as maps:'"
+        ) as caught:
             read()
         assert "capture" not in str(caught.value)
     with forgotten, pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):

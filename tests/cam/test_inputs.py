@@ -65,7 +65,8 @@ def test_an_image_without_a_batch_is_told_so(model: nn.Module, options: dict[str
 
 
 @pytest.mark.parametrize(
-    ("shape", "advice"), [((16, 16, 3), r"x\.permute\(2, 0, 1\)\[None\]"), ((2, 16, 16, 3), r"x\.permute\(0, 3, 1, 2\)")]
+    ("shape", "advice"),
+    [((16, 16, 3), r"x\.permute\(2, 0, 1\)\[None\]"), ((2, 16, 16, 3), r"x\.permute\(0, 3, 1, 2\)")],
 )
 def test_an_image_with_its_channels_last_is_told_so(shape: tuple[int, ...], advice: str) -> None:
     with pytest.raises(ValueError, match=rf"channels last.*: give {advice}\.$"):
