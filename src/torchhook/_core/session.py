@@ -168,10 +168,6 @@ class Session(Shown):
         """Tell ``listener`` of every functional operation inside the modules."""
         self._taps.listen(listener)
 
-    def totals(self, target: Target) -> set[int]:
-        """How often the operation of a target came in calls of its module, where its place among its like was asked."""
-        return self._taps.totals(target)
-
     # -- living -------------------------------------------------------------------------------
 
     @property

@@ -209,12 +209,6 @@ class Taps:
         assert isinstance(self.listener, SiteListener)
         return self.listener.tap(target.module, target.site, inward, naming.times(self.root_module, target.site))
 
-    def totals(self, target: Target) -> set[int]:
-        """How often the operation of a target came in calls of its module, where that was counted."""
-        name = str(target.site.op).partition("(")[0]
-        listener = self.listener
-        return listener.totals.get((id(target.module), name), set()) if isinstance(listener, SiteListener) else set()
-
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:
             return self._tensor_tap(target)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
+from torchhook._core.functional import SiteListener
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.select import resolve
@@ -141,6 +142,9 @@ class Judge:
     def _run(self, probe: Inputs, claims: list[Claim], edits: Mapping[Site, Edit]) -> Values:
         self._restore()
         session = Session(self._model, index=self._index, warn=False)
+        counting = SiteListener(session.scope)
+        if any(site.op is not None for site in (*edits, *(site for claim in claims for site in claim.needs))):
+            session.listen(counting)
         for site, edit in edits.items():
             for target in resolve(self._index, site):
                 session.edit(target, edit)
@@ -151,8 +155,9 @@ class Judge:
             calling.called(self._model, probe.args, probe.kwargs)
         for target in targets:
             if target.site.op is not None and not edits:
-                place = Site(target.site.path, target.site.op)
-                self.times.setdefault(place, set()).update(session.totals(target) or (1,))
+                place, name = Site(target.site.path, target.site.op), target.site.op.partition("(")[0]
+                # Of one that has no number, there is one.
+                self.times.setdefault(place, set()).update(counting.totals.get((id(target.module), name), {1}))
         counts = {site: len(recording.all(site)) if site in recording else 0 for site in needed}
         self._several = {site for site, count in counts.items() if count > 1}
         return {site: recording.all(site)[0] if count == 1 else None for site, count in counts.items()}
