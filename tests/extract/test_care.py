@@ -227,25 +227,14 @@ def test_a_file_where_the_store_should_be_is_told_and_stays(tmp_path, below):
     assert (tmp_path / "script.py").read_text() == "mine"
 
 
-def test_a_folder_of_other_files_is_refused_unless_it_holds_a_store(tmp_path):
-    (tmp_path / "photos").mkdir()
-    for name in ("a.jpg", "b.jpg", "c.jpg", "d.jpg"):
-        (tmp_path / "photos" / name).write_text("mine")
-    there = files(tmp_path)
-    for options in ({}, {"resume": False}, {"dry_run": True}):
-        with pytest.raises(
-            ExtractError, match=r"holds other files \(a\.jpg, b\.jpg, c\.jpg, …\) and no feature store.*own"
-        ):
-            E(lin(), X, "0", tmp_path / "photos", **options)
-    assert files(tmp_path) == there
-    assert len(E(lin(), X, "0", tmp_path / "photos" / "features")) == 40
-    (tmp_path / "photos" / "features" / "notes.txt").write_text("mine")
-    assert len(E(lin(), X, "0", tmp_path / "photos" / "features")) == 40
-    assert len(E(lin(), X, "0", tmp_path / "photos" / "features", resume=False)) == 40
-    assert (tmp_path / "photos" / "features" / "notes.txt").read_text() == "mine"
+def test_other_files_in_the_folder_of_a_store_are_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert len(E(lin(), X, "0", tmp_path)) == 40
+    assert len(E(lin(), X, "0", tmp_path, resume=False)) == 40
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_hidden_files_and_what_is_left_of_a_store_are_no_other_files(tmp_path):
+def test_a_store_is_made_where_hidden_files_and_the_rest_of_another_are(tmp_path):
     E(lin(), X, "0", tmp_path, rows_per_shard=10)
     (tmp_path / "store.json").unlink()
     (tmp_path / ".DS_Store").write_text("")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchhook._core.select import Selector
-from torchhook._extract import claims, job
+from torchhook._extract import job
 from torchhook._extract.completion import kept
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
@@ -21,7 +20,7 @@ from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.passes import Passes
 from torchhook._extract.token_choice import Drop
-from torchhook._features.api import STORE, Features, Folder, Store, absolute, open_features
+from torchhook._features.api import Features, Folder, Store, absolute, open_features
 from torchhook.errors import ExtractError
 
 __all__ = [
@@ -166,21 +165,12 @@ def _check_out(out: Any) -> None:
             f"out={out!r}: give the path of a folder for the feature store, or a URL (s3://…). Features of a data set "
             "go to disk. For a few batches in memory: output, rec = th.capture(model, sites).run(batch)."
         )
-    store = Store(absolute(out))
-    if isinstance(store.storage, Folder):
-        _check_folder(store, store.storage.root, f"out={os.fspath(out)!r}")
-
-
-def _check_folder(store: Store, root: Path, given: str) -> None:
-    above = next((path for path in (root, *root.parents) if path.exists()), root)
-    if above.is_file():
-        raise ExtractError(f"{given}: {above} is a file. Give the path of a folder for the feature store.")
-    names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    # Hidden files are left by file managers, and by writers that died.
-    others = [name for name in names if not (name.startswith(".") or store.owns(name) or claims.is_one(name))]
-    if others and STORE not in names:
-        some = ", ".join(others[:3]) + ", …" * (len(others) > 3)
-        raise ExtractError(
-            f"{given} holds other files ({some}) and no feature store. Give a folder of its own: "
-            f"{str(root / 'features')!r}."
-        )
+    storage = Store(absolute(out)).storage
+    if isinstance(storage, Folder):
+        # Other files in the folder are left alone, and do no harm.
+        root = storage.root
+        above = next((path for path in (root, *root.parents) if path.exists()), root)
+        if above.is_file():
+            raise ExtractError(
+                f"out={os.fspath(out)!r}: {above} is a file. Give the path of a folder for the feature store."
+            )

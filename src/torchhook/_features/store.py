@@ -183,10 +183,6 @@ class Store:
         """Bytes that still fit, where one can know."""
         return self.storage.free()
 
-    def owns(self, name: str) -> bool:
-        """Whether a name in the folder is one that a store gives to its own files."""
-        return name in (manifest.NAME, shards.FOLDER) or index.is_file(name)
-
     def sweep(self) -> None:
         """Remove what writers that were killed have left."""
         self.storage.sweep(shards.FOLDER)
