@@ -91,7 +91,9 @@ def test_heads_of_a_token_are_at_its_position_and_pixels_of_a_map_at_their_own()
 def test_as_many_heads_as_positions_cannot_be_told_from_them() -> None:
     """``(N, T, heads, D)`` or, as the fused attention gives it, ``(N, heads, T, D)``."""
     with knowing(given("lengths=", MASK, 2)):
-        with pytest.raises(ExtractError, match=r"'h': positions may be dim 1 or dim 2 of a value of shape \(2, 4, 4, 3\)"):
+        with pytest.raises(
+            ExtractError, match=r"'h': positions may be dim 1 or dim 2 of a value of shape \(2, 4, 4, 3\)"
+        ):
             choice(maps=True)("h", torch.randn(2, 4, 4, 3))
         value = torch.randn(2, 4, 4, 3)
         block = choice(maps=True)("h", value.transpose(1, 2).flatten(2))
