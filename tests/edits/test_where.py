@@ -325,6 +325,7 @@ def test_memory_of_any_layout_is_changed_as_indexing_by_hand_does() -> None:
         assert torch.equal(edit(x, HERE), expected.flatten(2))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # said once in a process
 def test_quantized_values_are_changed_in_the_part_alone() -> None:
     given = torch.quantize_per_tensor(torch.randn(2, 3, 4), 0.1, 0, torch.qint8)
     edited = edits.only(edits.zero(), positions=1)(given, HERE).int_repr()
