@@ -65,7 +65,7 @@ class Listener:
     """Every operation of a model: which module is running, and what happens in it."""
 
     def __init__(self, scope: Scope | None, last: bool = False) -> None:
-        self._last = last
+        self._comes_last = last
         """Whether it comes after those of all other sessions, to hear of what they have made of a call."""
         self.turn = (last, 0)
         self.ignored: set[Callable[..., Any]] = set()
@@ -80,7 +80,7 @@ class Listener:
 
         The order in which they begin to listen says nothing: one hears of the whole model, another of one layer in it.
         """
-        self.turn = (self._last, next(_openings))
+        self.turn = (self._comes_last, next(_openings))
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         """The hooks that modules need for the stack of running modules to be right."""
