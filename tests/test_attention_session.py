@@ -211,9 +211,10 @@ def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
         ) as caught:
             read()
         assert "capture" not in str(caught.value)
-    with forgotten, pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
+    with forgotten:
         encoder(torch.randn(1, 5, 8))
-        forgotten["self_attn"]
+        with pytest.raises(SessionError, match=r"or maps of 'with th\.attention\(model\) as maps:'"):
+            forgotten["self_attn"]
 
 
 # -- beside edits -------------------------------------------------------------------------------------------------

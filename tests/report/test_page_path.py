@@ -66,7 +66,7 @@ def test_a_page_under_the_name_of_another_format_is_refused_before_the_model_run
 
 
 def test_a_folder_is_no_page(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="is a folder: .*report.html"):
+    with pytest.raises(IsADirectoryError, match=r"is a folder: .*report\.html"):
         report(Unrun(), X, tmp_path)
 
 
