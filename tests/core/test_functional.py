@@ -645,6 +645,16 @@ def test_sessions_take_turns_as_they_opened_whichever_module_they_listen_to_firs
     assert torch.equal(rec["0.0"], (x + 1) * 3)
 
 
+def test_who_listens_to_every_operation_takes_its_turn_among_the_others() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), Apply(lambda x: torch.relu(x) + 1))
+    change, inner = {"1/relu": edits.zero()}, {"1/add": edits.scale(2)}
+    with th.edit(net, change), th.guard(net), th.edit(net, inner), th.capture(net, "1") as rec:
+        net(X)
+        net(X)
+        assert [op.address for op in th.ops(net, X)] == ["0/linear", "1/relu", "1/add"]
+    assert all(torch.equal(value, torch.full((3, 3), 2.0)) for value in rec.all("1"))
+
+
 def test_a_session_that_opens_again_takes_its_turn_anew() -> None:
     net = nn.Sequential(Apply(torch.relu))
     capture, change = th.capture(net, "0/relu"), th.edit(net, {"0/relu": edits.scale(3)})
