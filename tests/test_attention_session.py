@@ -232,11 +232,7 @@ def test_a_session_that_is_read_like_its_maps_says_how_it_is_opened() -> None:
         assert "capture" not in str(caught.value)
     with forgotten:
         encoder(torch.randn(1, 5, 8))
-<<<<<<< HEAD
-        with pytest.raises(SessionError, match=r"or maps of 'with th.attention\(model\) as maps:'"):
-=======
         with pytest.raises(SessionError, match=r"or maps of 'with th\.attention\(model\) as maps:'"):
->>>>>>> fix13a
             forgotten["self_attn"]
 
 
