@@ -49,6 +49,7 @@ class Guard(Openable):
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, one for each site, in the order found."""
+        self._needs_opening("findings")
         return list(self._found.values())
 
     def callback(self) -> Any:
@@ -81,15 +82,18 @@ class Guard(Openable):
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
     def __repr__(self) -> str:
-        return f"<guard, {self._state}: {len(self._found)} found>"
+        return f"<guard, {self._state}>" if self._life == "made" else f"<guard, {self._state}: {len(self._found)} found>"
 
     def table(self) -> Table:
         """What was found, a line each; a finding itself says more."""
+        self._needs_opening("table()")
         rows = [[f.site.shown, f.phase, str(f.run), str(f.times), f.headline] for f in self.findings]
         return Table(repr(self)[1:-1], ["site", "pass", ">run", ">times", "found"] if rows else [], rows)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        # Before it is opened, there is no table; a notebook shows what a cell ends with all the same.
+        table = Table(repr(self)[1:-1], [], []) if self._life == "made" else self.table()
+        return table._repr_html_()
 
 
 def guard(

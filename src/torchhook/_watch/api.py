@@ -138,6 +138,7 @@ class Watch(Openable):
     @property
     def history(self) -> deque[Snapshot]:
         """The newest snapshots, oldest first."""
+        self._needs_opening("history")
         self._engine.settle()
         return self._engine.history
 
@@ -154,6 +155,7 @@ class Watch(Openable):
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned about."""
+        self._needs_opening("alarms")
         self._engine.settle()
         return [] if self._engine.alarms is None else list(self._engine.alarms.raised)
 
