@@ -93,7 +93,7 @@ def test_values_that_have_no_shape_or_no_plain_numbers_do_not_end_the_training()
 
 
 class Shared(nn.Module):
-    """One rectifier behind two layers, whose units are given by their biases; each layer may be called several times."""
+    """One rectifier behind two layers, whose units live or not by their biases."""
 
     def __init__(self, first: list[float], second: list[float], loops: int = 1) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from torchhook._guard.first_pass import FirstPass
 from torchhook._guard.judge import Judge
 from torchhook._guard.masks import Allow, Masks
 from torchhook._guard.ranks import can_repeat_alone
+from torchhook._guard.reduced import Reduced
 from torchhook._guard.reports import Action, Reports
 from torchhook._guard.thorough import Scrutiny, thorough_session
 from torchhook._guard.watcher import Watcher
@@ -82,7 +83,9 @@ class Guard(Openable):
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
     def __repr__(self) -> str:
-        return f"<guard, {self._state}>" if self._life == "made" else f"<guard, {self._state}: {len(self._found)} found>"
+        return (
+            f"<guard, {self._state}>" if self._life == "made" else f"<guard, {self._state}: {len(self._found)} found>"
+        )
 
     def table(self) -> Table:
         """What was found, a line each; a finding itself says more."""
@@ -147,7 +150,9 @@ def guard(
 def _opened(scrutiny: Scrutiny, thorough: bool, reports: Reports) -> _Opened:
     """The hooks of a guard, not yet on the model, and whom they tell."""
     if thorough or not can_repeat_alone(scrutiny.index):
-        return thorough_session(scrutiny)
+        session, watcher = thorough_session(scrutiny)
+        watcher.tell_of_passes(Reduced(session.scope, scrutiny).await_end)
+        return session, watcher
     session = Session(scrutiny.index.given, index=scrutiny.index, warn=False)
     first_pass = FirstPass(session.scope, scrutiny, reports)
     session.listen(first_pass)
