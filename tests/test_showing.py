@@ -106,6 +106,29 @@ def features(folder: Path) -> th.types.Features:
     return th.extract(net(), torch.ones(4, 3), "0", folder / "features", progress=False)
 
 
+def tokens(folder: Path) -> th.types.Tokens:
+    store = th.extract(nn.Sequential(nn.Linear(3, 4)), torch.ones(4, 5, 3), "0", folder / "tokens", progress=False)
+    return store.tokens("0")
+
+
+def statistics() -> th.types.Statistics:
+    return th.statistics(nn.Sequential(nn.Linear(3, 4)), torch.ones(4, 5, 3), "0")
+
+
+def written() -> tuple[nn.Module, torch.Tensor]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_positions=32, n_embd=16, n_layer=2, n_head=2, **ends)).eval()
+    return model, torch.arange(5)[None]
+
+
+def lens() -> th.types.Lens:
+    model, ids = written()
+    return th.lens(model, th.run(model, ids, capture="@resid_post.*")[1])
+
+
 def swept() -> th.types.Sweep:
     return th.sweep(
         net(), torch.ones(1, 3), torch.zeros(1, 3), lambda out: out[0, 0], sites="0", dim=None, progress=False
@@ -127,14 +150,24 @@ SHOWN: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "GradientClip": (lambda folder: clip(), ["norm up to 2", "closed", "Sequential"]),
     "Guard": (lambda folder: findings(), ["guard", "1 found", "closed"]),
     "ImageFolder": (lambda folder: types.ImageFolder(images(folder), size=8), ["3 images of 2 classes"]),
+    "Lens": (lambda folder: lens(), ["@resid_post.1"]),
     "PagePath": (lambda folder: th.report(net(), torch.ones(1, 3), folder / "page.html", repeats=1), []),
     "Record": (lambda folder: recorded().records()[0], ["0", "(2, 4)", "float32", "cpu"]),
     "Recording": (lambda folder: recorded(), ["(2, 4)"]),
+    "Roles": (lambda folder: th.roles(*written()), ["@embed", "transformer.wte"]),
     "Session": (lambda folder: session(), ["session on Sequential", "3 sites", "closed"]),
     "Site": (lambda folder: types.Site("layer4", port="grad"), []),
+    "SiteStatistics": (lambda folder: statistics()["0"], ["20 values"]),
     "Snapshot": (lambda folder: watched().history[-1], ["step 0"]),
+    "Statistics": (lambda folder: statistics(), ["kurtosis", "4 rows"]),
     "Stopped": (lambda folder: th.run(net(), torch.ones(1, 3), capture="0", stop=True)[0], ["stopped at '0'"]),
     "Sweep": (lambda folder: swept(), ["0"]),
+    "TokenLoader": (lambda folder: tokens(folder).loader(8, shuffle=True), ["3 batches of 8 tokens", "epoch 0"]),
+    "TokenStream": (
+        lambda folder: th.stream(net(), torch.ones(4, 5, 3), "0", buffer=16, batch=4),
+        ["tokens of 0", "batches of 4"],
+    ),
+    "Tokens": (tokens, ["20 tokens", "float32"]),
     "Watch": (lambda folder: watched(), ["watch", "3 sites"]),
 }
 

@@ -16,6 +16,7 @@ from torchhook._core import calling
 from torchhook._core.select import Selector
 from torchhook._extract.api import Drop, Part, Passes, Transforms, evaluating_on
 from torchhook._features.api import shown
+from torchhook._recording.tables import Table
 from torchhook._values import devices
 from torchhook._values.host_copies import HostCopies
 from torchhook._values.running import Block
@@ -152,6 +153,9 @@ class TokenStream:
     def __repr__(self) -> str:
         sites = ", ".join(map(shown, self._passes.columns[:4])) + (", …" if len(self._passes.columns) > 4 else "")
         return f"<tokens of {sites}: batches of {self._batch} out of {self._buffer}, epoch {self.epoch} comes next>"
+
+    def _repr_html_(self) -> str:
+        return Table(repr(self)[1:-1], [], [])._repr_html_()
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -215,13 +215,13 @@ class Steps:
 
     def _where(self, given: Given, before: Pass | None) -> Any:
         """Where the first token of a call is."""
-        counted = _counted(before)
         if given.cache is None and given.position is None:
             # All of them each time, or one after the other to a model that holds its state itself.
+            counted = _counted(before)
             return 0 if before is None or (given.tokens or 0) >= (counted or 0) else counted
         # Not asked whether it is 0: that would wait for a GPU.
         is_told = given.position is not None and (before is None or self._counts or isinstance(given.position, Tensor))
-        return given.position if is_told else counted
+        return given.position if is_told else _counted(before)
 
     def _goes_on(self, given: Given, here: Place) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""

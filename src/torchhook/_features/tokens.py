@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchhook._features.indexing import number, numbers
 from torchhook._features.manifest import shown
 from torchhook._features.permutation import Permutation
+from torchhook._recording.tables import Table
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
@@ -179,6 +180,10 @@ class Tokens(Dataset[Any]):
         )
         return f"<{len(self):,} tokens: {each}>"
 
+    def _repr_html_(self) -> str:
+        rows = [[shown(site), str(column.dtype), str(self._shapes[site])] for site, column in self.columns.items()]
+        return Table(f"{len(self):,} tokens", ["site", "dtype", "shape"], rows)._repr_html_()
+
 
 class _Batches(Sampler[Any]):
     """The numbers of the tokens of each batch, as arrays."""
@@ -208,3 +213,12 @@ class TokenLoader(DataLoader[Any]):
         """Say which epoch comes next: to go on where another process ended, or to repeat one."""
         assert isinstance(self.sampler, _Batches)
         self.sampler.epoch = epoch
+
+    def __repr__(self) -> str:
+        order = self.sampler
+        assert isinstance(order, _Batches)
+        shuffled = "in order" if order.seed is None else f"shuffled, epoch {order.epoch} comes next"
+        return f"<{len(order):,} batches of {order.batch:,} tokens, {shuffled}>"
+
+    def _repr_html_(self) -> str:
+        return Table(repr(self)[1:-1], [], [])._repr_html_()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchhook._recording import saving, tensor_file
 from torchhook._recording.address import meant, shown
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, facts
 from torchhook._values.running import Running, Top
 from torchhook._version import __version__
 from torchhook.errors import MissingRecordError, RecordingFileError, suggestion
@@ -143,11 +143,14 @@ class SiteStatistics:
     def cells(self) -> list[str]:
         """The row of a table: of many channels, the ends of their numbers."""
         count = int(torch.as_tensor(self.count).sum())
-        names = ("mean", "std", "min", "max", "absmax", "kurtosis")
-        return [str(len(self.mean)), f"{count:,}", *(_range(getattr(self, name)) for name in names)]
+        return [str(len(self.mean)), f"{count:,}", *(_range(getattr(self, name)) for name in _SHOWN)]
 
     def __repr__(self) -> str:
         return f"<statistics of {self.cells()[1]} values, {len(self.mean)} numbers of each kind>"
+
+    def _repr_html_(self) -> str:
+        told = dict(zip(_SHOWN, self.cells()[2:], strict=True))
+        return facts(repr(self)[1:-1], told)._repr_html_()
 
 
 class Statistics(Mapping[str, SiteStatistics]):
