@@ -306,11 +306,13 @@ def _is_not_the_users(module: str) -> bool:
     return module.split(".")[0] in _NOT_THE_USERS
 
 
-def never_opened(what: str) -> None:
-    """Say that something was dropped without ever being opened; for ``__del__``."""
+def never_opened(
+    what: str, how: str = "was dropped without ever being opened", warn: Callable[[str, type[Warning]], None] = warn
+) -> None:
+    """Say that something was forgotten; for ``__del__`` and the end of the program."""
     warn(
-        f"{what} was dropped without ever being opened, so it did nothing. It is inert until then: use it in a with "
-        "block, or call open() and later close().",
+        f"{what} {how}, so it did nothing. It is inert until then: use it in a with block, or call open() and later "
+        "close().",
         NeverOpenedWarning,
     )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,8 +174,57 @@ def test_an_opening_that_fails_passes_its_own_error_and_was_one() -> None:
     assert seen == []
 
 
-def test_nothing_is_said_while_the_interpreter_shuts_down() -> None:
-    program = "import torch, torchhook as th; kept = [th.guard(torch.nn.Linear(1, 1))]; kept.append(kept)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "NeverOpenedWarning" not in done.stderr
+READINGS = {
+    "guard": [lambda g: g.findings, lambda g: g.table()],
+    "watch": [
+        lambda w: w.last,
+        lambda w: w.history,
+        lambda w: w.alarms,
+        lambda w: w.table(),
+        lambda w: w.flush(),
+        lambda w: w.paused().__enter__(),
+        lambda w: w.step(),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", READINGS)
+def test_what_was_never_opened_has_nothing_to_say_and_says_that(kind: str) -> None:
+    model = net()
+    tool = TOOLS[kind](model)
+    model(X)
+    for read in READINGS[kind]:
+        with pytest.raises(SessionError, match=f"this {kind} is not open yet"):
+            read(tool)
+    assert "not open yet" in repr(tool)
+    assert "not open yet" in tool._repr_html_()
+    with tool:
+        model(X).sum().backward()
+    for read in READINGS[kind][:4]:
+        read(tool)
+
+
+MADE = {
+    "a guard": "th.guard(model)",
+    "a watch": "th.watch(model)",
+    "a gradient clip": "th.clip_gradients(model, 1.0)",
+    "th.capture": "th.capture(model, '(model)')",
+    "th.edit": "th.edit(model, {'(model)': th.edits.scale(2.0)})",
+}
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_what_a_script_never_opened_is_said_when_it_ends_at_the_line_that_made_it(opened: bool, tmp_path: Path) -> None:
+    lines = ["import torch, torchhook as th", "model = torch.nn.Linear(1, 1)", "kept = []"]
+    lines += [f"kept.append({made})" for made in MADE.values()]
+    lines += ["kept.append(kept)"]  # goes with the interpreter only
+    if opened:
+        lines += ["for one in kept[:5]:", "    with one: model(torch.ones(1, 1)).sum().backward()"]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert "Exception ignored" not in done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith(str(script))]
+    assert len(said) == (0 if opened else len(MADE))
+    for number, (what, line) in enumerate(zip(MADE, said, strict=False), start=4):
+        assert re.match(rf".*script.py:{number}: NeverOpenedWarning: .*{what}.* was never opened, so it did no", line)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -121,6 +123,88 @@ def one_rank_repeats() -> Any:
     return found
 
 
+def _passes(make: Callable[[], nn.Module], action: str, thorough: bool = False, inner: bool = False) -> list[Any]:
+    """Three passes, of which rank 1 spoils the second: what each rank was told, and the gradients that it was left."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found: list[Any] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with th.guard(model.module if inner else model, action=action, thorough=thorough) as g:  # type: ignore
+            for step in range(3):
+                optimizer.zero_grad()
+                output = model(share(batch()))
+                bad = step == 1 and distributed.get_rank() == 1
+                total = (output - output.detach()).sqrt().sum() if bad else loss(output)
+                try:
+                    total.backward()
+                    said = ""
+                except th.errors.GuardError as error:
+                    said = str(error)
+                    break
+                finally:
+                    grads = [p.grad for p in model.parameters() if p.grad is not None]
+                    finite = all(
+                        torch.as_tensor(getattr(grad, "_local_tensor", grad)).isfinite().all() for grad in grads
+                    )
+                    found.append((said, finite))
+    return [found, [(f.kind, str(f.site), f.run, f.times, f.headline) for f in g.findings]]
+
+
+def what_another_rank_brought() -> Any:
+    """Rank 1's loss spoils its gradients, and with the reduction those of rank 0."""
+    made: dict[str, Callable[[], nn.Module]] = {
+        "ddp": ddp,
+        "bucket view": lambda: ddp(gradient_as_bucket_view=True),
+        "static graph": lambda: ddp(static_graph=True),
+        "unused": lambda: ddp(find_unused_parameters=True),
+        "fsdp1": fsdp1,
+        "fsdp1 flat": lambda: fsdp1(use_orig_params=False),
+        "fsdp2": fsdp2,
+    }
+    found: dict[Any, Any] = {kind: _passes(make, "record") for kind, make in made.items()}
+    found["thorough"] = _passes(ddp, "record", thorough=True)
+    found["inner"] = _passes(ddp, "record", inner=True)
+    return found
+
+
+def what_another_rank_brought_raises() -> Any:
+    return _passes(ddp, "raise")
+
+
+def what_another_rank_brought_to_a_static_graph() -> Any:
+    """Spoilt in its first pass, in which DDP reduces everything at the end."""
+    model = ddp(static_graph=True)
+    with th.guard(model, action="record") as g:
+        output = model(share(batch()))
+        (output * (math.nan if distributed.get_rank() == 1 else 1)).sum().backward()
+    return [(f.kind, f.phase) for f in g.findings]
+
+
+def what_stays_bad_is_nobodys_fault_again() -> Any:
+    """Bad on both ranks, and on rank 1 alone; the gradients are kept, and looked at after a sound pass."""
+    found = []
+    for spoilt_on in ((0, 1), (1,)):
+        model = ddp()
+        with th.guard(model, action="record") as g:
+            for step in range(3):
+                factor = math.nan if step == 0 and distributed.get_rank() in spoilt_on else 1
+                (model(share(batch())) * factor).sum().backward()
+        found.append([(f.kind, f.times) for f in g.findings])
+    return found
+
+
+def each_rank_accumulates_by_itself() -> Any:
+    """Rank 1 spoils a pass under no_sync, which rank 0 hears of in the pass that reduces."""
+    model = ddp()
+    with th.guard(model, action="record") as g:
+        for step in range(3):
+            with contextlib.nullcontext() if step == 2 else model.no_sync():  # type: ignore[operator]
+                factor = math.nan if step == 0 and distributed.get_rank() == 1 else 1
+                (model(share(batch())) * factor).sum().backward()
+    return [(f.kind, f.run) for f in g.findings]
+
+
 def operations_are_the_models_own() -> Any:
     model = fsdp2()
     with th.capture(model, "blocks.0/relu", "blocks.1/add") as rec:
@@ -136,6 +220,11 @@ SCENARIOS = {
         gradients,
         a_rank_raises,
         one_rank_repeats,
+        what_another_rank_brought,
+        what_another_rank_brought_raises,
+        what_another_rank_brought_to_a_static_graph,
+        what_stays_bad_is_nobodys_fault_again,
+        each_rank_accumulates_by_itself,
         operations_are_the_models_own,
     )
 }

@@ -53,7 +53,36 @@ def test_one_rank_repeats_what_needs_no_other_and_says_where_it_cannot(found: Re
     assert site in ("module.0.weight:grad", "0.weight:grad", "0.bias:grad")
     assert why == "it needs the other ranks"
     # Its gradients came together with the bad ones of the other rank; its own were good.
-    assert second == {key: [] for key in first}
+    assert second == {key: [("0.weight:grad", "")] for key in first}
+
+
+def test_what_another_rank_brought_is_told_before_backward_returns(found: Results) -> None:
+    first, second = found["what_another_rank_brought"]
+    assert len(first) == len(second) == 9
+    for (passes, findings), (others, blamed) in zip(first.values(), second.values(), strict=True):
+        assert passes == others == [("", True), ("", False), ("", True)]  # the second was spoilt, on both ranks
+        assert [(kind, run, times) for kind, _, run, times, _ in findings] == [("rank", 1, 1)]
+        assert findings[0][1] in ("blocks.0.a.weight:grad", "_flat_param:grad")
+        assert "it came from another rank, for what this one gave was finite" in findings[0][4]
+        assert [(kind, run, times) for kind, _, run, times, _ in blamed] == [("loss", 1, 1)]
+    assert found["what_another_rank_brought_to_a_static_graph"] == [[("rank", "backward")], [("loss", "backward")]]
+
+
+@pytest.mark.shows("Sharded training: guard")
+def test_no_rank_steps_with_what_another_has_spoilt(found: Results) -> None:
+    (passes, _), (others, _) = found["what_another_rank_brought_raises"]
+    assert len(passes) == len(others) == 2  # and no third
+    assert "came from another rank" in passes[1][0]
+    assert "Look at what the guards of the other ranks found." in passes[1][0]
+    assert "the loss, outside the model, made it" in others[1][0]
+
+
+def test_gradients_that_are_kept_are_no_new_fault_and_those_of_each_rank_are_its_own(found: Results) -> None:
+    assert found["what_stays_bad_is_nobodys_fault_again"] == [
+        [[("loss", 1)], [("rank", 1)]],
+        [[("loss", 1)], [("loss", 1)]],
+    ]
+    assert found["each_rank_accumulates_by_itself"] == [[("rank", 2)], [("loss", 0)]]
 
 
 def test_operations_of_fsdp_are_not_the_models(found: Results) -> None:

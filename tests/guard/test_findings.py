@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import torchhook as th
 from tests.guard.faults import FAULTS, Apply, around, ones
@@ -87,6 +89,42 @@ def test_a_finding_prints_as_a_story_and_lists_as_a_line() -> None:
     ]
     _, rec = th.run(model, torch.tensor([2.0]), capture=["(model)/log", "(model)/log:input"])  # as it says
     assert rec["/log:input"].item() == 2.0
+
+
+def grown(scale: float) -> nn.Sequential:
+    """Hands a large gradient back to a layer of large weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.constant_(model[1].weight, scale)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "factor", "dtype", "overflows"),
+    [
+        (lambda: grown(3e13), 8e27, torch.float32, True),
+        (lambda: grown(3e4), 30.0, torch.float16, True),
+        (lambda: Apply(lambda x: (x * 1e-30) * 1e30), 1e30, torch.float32, True),
+        (lambda: Apply(lambda x: F.conv1d(x[None], torch.full((1, 1, 1), 1e20))), 1e30, torch.float32, True),
+        (lambda: Apply(lambda x: (x * 0 + 1e-20).reciprocal()), 1.0, torch.float32, False),
+        (lambda: Apply(lambda x: (x * 0).sqrt()), 1.0, torch.float32, False),
+        (lambda: Apply(lambda x: (x - x).norm()), 1.0, torch.float32, None),
+        (lambda: Apply(lambda x: torch.cat([x * 0, x * 10]).sqrt()), 1.0, torch.float16, False),
+    ],
+)
+def test_an_overflow_is_not_taken_for_an_infinite_derivative(
+    model: Callable[[], nn.Module], factor: float, dtype: torch.dtype, overflows: bool | None
+) -> None:
+    made = model().to(dtype)
+    x = torch.ones(1, 4, dtype=dtype, requires_grad=True)
+    with guard(made, action="record") as g:
+        (made(x) * factor).sum().backward()
+    findings = [f for f in g.findings if f.phase == "backward"]
+    assert len(findings) == (overflows is not None)  # the norm at 0 has a gradient of 0
+    for finding in findings:
+        assert finding.inputs[0].finite
+        assert ("overflow" in str(finding)) is overflows
+        assert ("learning rate" in str(finding)) is overflows
+        assert ("roots, norms and logs at 0" in str(finding)) is not overflows
 
 
 def test_a_gradient_is_shown_with_what_came_in_and_what_was_kept() -> None:

@@ -72,9 +72,9 @@ def test_a_dead_rectifier_is_one_alarm_that_names_what_it_blocks() -> None:
     assert (
         "4 of 4 units were zero in each of the last 3 measured steps that it ran in (units 0, 1, 2, 3)" in messages[0]
     )
-    zero = [f"{name!r}" for name, p in model.named_parameters() if p.dim() > 1 and not p.grad.any()]
-    assert zero == ["'0.weight'", "'1.weight'", "'3.weight'"]
-    assert f"In the last of them, 3 gradients are exactly 0: {', '.join(zero)}." in messages[0]
+    zero = [f"{name!r}" for name, p in model.named_parameters() if not p.grad.any()]
+    assert zero == ["'0.weight'", "'0.bias'", "'1.weight'", "'1.bias'", "'3.weight'"]
+    assert f"In the last of them, 5 gradients are exactly 0: {', '.join(zero)}." in messages[0]
 
 
 def test_a_rectifier_that_is_not_judged_hides_no_gradient_that_vanishes() -> None:

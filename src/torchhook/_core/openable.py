@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
+import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from torchhook.errors import SessionError, never_opened
+from torchhook.errors import SessionError, later_warning, never_opened
 
 Self = TypeVar("Self", bound="Openable")
+
+
+class Handed(Protocol):
+    """What a user got, and has to open."""
+
+    @property
+    def unopened(self) -> str:
+        """What it is called, as long as it was never opened; empty from then on."""
+
+
+_handed: weakref.WeakKeyDictionary[Handed, Callable[[str, type[Warning]], None]] = weakref.WeakKeyDictionary()
+
+
+def remember(tool: Handed) -> None:
+    """Have it said when the program ends that something was never opened, at the line that made it."""
+    _handed[tool] = later_warning()
+
+
+# What a module's own names hold is dropped while the interpreter shuts down, too late for a warning.
+@atexit.register
+def _say_unopened() -> None:
+    for tool, warn_there in list(_handed.items()):
+        if tool.unopened:
+            never_opened(tool.unopened, "was never opened", warn_there)
 
 
 class Openable:
@@ -21,6 +48,12 @@ class Openable:
     def _made(self) -> None:
         """To be called when nothing can fail any more: who could not be made has not been forgotten either."""
         self._life = "made"
+        remember(self)
+
+    @property
+    def unopened(self) -> str:
+        """What it is called, as long as it was never opened; empty from then on."""
+        return f"a {self._kind}" if self._life == "made" else ""
 
     @property
     def is_open(self) -> bool:
@@ -78,10 +111,10 @@ class Openable:
         """``error`` is the one that ended the block."""
         raise NotImplementedError
 
-    # On the class, because the names of a module may be gone while the interpreter shuts down; and what is dropped by
-    # that is not forgotten.
+    # On the class, because the names of a module may be gone while the interpreter shuts down; what is dropped by that
+    # was spoken of at exit.
     _is_shutting_down = staticmethod(sys.is_finalizing)
 
     def __del__(self) -> None:
         if self._life == "made" and not self._is_shutting_down():
-            never_opened(f"a {self._kind}")
+            never_opened(self.unopened)

@@ -18,6 +18,7 @@ from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.lost_gradients import Units, early_end
+from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Scope, Stop, Stopped
@@ -57,7 +58,7 @@ class Session(Shown):
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
         """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
-        self._given_as = ""
+        self.unopened = ""
         self._recipe: Callable[[Session], None] | None = None
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
@@ -182,7 +183,8 @@ class Session(Shown):
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
-        self._given_as = what
+        self.unopened = what
+        remember(self)
         return self
 
     def open(self, running: bool = False) -> Session:
@@ -190,7 +192,7 @@ class Session(Shown):
 
         ``running`` says that this happens in a hook before the model's own call, which is then seen from here on.
         """
-        self._given_as = ""
+        self.unopened = ""
         if self._stops:
             raise SessionError(
                 "stop=True ends the block that it is used in: use the session as a context manager, or call the model "
@@ -206,7 +208,7 @@ class Session(Shown):
     def _open(self) -> Session:
         if self._attachment is not None:
             self._open_again()
-        self._given_as = ""  # one that is refused was not forgotten
+        self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled = hooks.may_be_compiled(self.index.given)
         taps, scope = self._taps, self.scope
         taps.complete()
@@ -323,8 +325,8 @@ class Session(Shown):
         # Dropped while open, or left so by an interrupt: hooks do not keep their session.
         if (attachment := getattr(self, "_attachment", None)) is not None and not self._closed:
             attachment.remove()
-        elif getattr(self, "_given_as", ""):
-            never_opened(self._given_as)
+        elif getattr(self, "unopened", ""):
+            never_opened(self.unopened)
 
     _is_shutting_down = staticmethod(sys.is_finalizing)  # here, for the names of a module may be gone by then
 

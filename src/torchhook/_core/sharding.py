@@ -12,6 +12,7 @@ FSDP2       a DTensor                           what was gathered, freed afterwa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -101,6 +102,9 @@ class Homes:
                     self._known[id(module), name] = Home(
                         "replicated", tensor, tensor, tensor, tensor.shape, (), wrapper
                     )
+
+    def __iter__(self) -> Iterator[Home]:
+        return iter(self._known.values())
 
     def __bool__(self) -> bool:
         return bool(self._known)

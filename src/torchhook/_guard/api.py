@@ -19,6 +19,7 @@ from torchhook._guard.first_pass import FirstPass
 from torchhook._guard.judge import Judge
 from torchhook._guard.masks import Allow, Masks
 from torchhook._guard.ranks import can_repeat_alone
+from torchhook._guard.reduced import Reduced
 from torchhook._guard.reports import Action, Reports
 from torchhook._guard.thorough import Scrutiny, thorough_session
 from torchhook._guard.watcher import Watcher
@@ -49,6 +50,7 @@ class Guard(Openable):
     @property
     def findings(self) -> list[Finding]:
         """What was found so far, one for each site, in the order found."""
+        self._needs_opening("findings")
         return list(self._found.values())
 
     def callback(self) -> Any:
@@ -81,15 +83,20 @@ class Guard(Openable):
             warn(f"the guard saw nothing: {why}", NeverRanWarning)
 
     def __repr__(self) -> str:
-        return f"<guard, {self._state}: {len(self._found)} found>"
+        return (
+            f"<guard, {self._state}>" if self._life == "made" else f"<guard, {self._state}: {len(self._found)} found>"
+        )
 
     def table(self) -> Table:
         """What was found, a line each; a finding itself says more."""
+        self._needs_opening("table()")
         rows = [[f.site.shown, f.phase, str(f.run), str(f.times), f.headline] for f in self.findings]
         return Table(repr(self)[1:-1], ["site", "pass", ">run", ">times", "found"] if rows else [], rows)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        # Before it is opened, there is no table; a notebook shows what a cell ends with all the same.
+        table = Table(repr(self)[1:-1], [], []) if self._life == "made" else self.table()
+        return table._repr_html_()
 
 
 def guard(
@@ -143,7 +150,9 @@ def guard(
 def _opened(scrutiny: Scrutiny, thorough: bool, reports: Reports) -> _Opened:
     """The hooks of a guard, not yet on the model, and whom they tell."""
     if thorough or not can_repeat_alone(scrutiny.index):
-        return thorough_session(scrutiny)
+        session, watcher = thorough_session(scrutiny)
+        watcher.tell_of_passes(Reduced(session.scope, scrutiny).await_end)
+        return session, watcher
     session = Session(scrutiny.index.given, index=scrutiny.index, warn=False)
     first_pass = FirstPass(session.scope, scrutiny, reports)
     session.listen(first_pass)

@@ -51,6 +51,8 @@ class BackwardWatcher:
         self._run = -1
         self._run_begins = self._op_begins = 0
         self._awaited: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.tell_of_pass: Callable[[int], None] = lambda run: None
+        """Is called inside a backward pass, with the number of the run."""
 
     def begin_run(self, run: int) -> None:
         self._run = run
@@ -123,6 +125,7 @@ class BackwardWatcher:
         if not self._scope.closed:
             # The hook on a parameter stays for all runs; it is the last one whose gradient this is.
             location = location._replace(run=self._run) if location.run == -1 else location
+            self.tell_of_pass(location.run)
             came = [(name, grad)]
             self._pending.check([grad], lambda: Event(location, "backward", came, came, task=graph_task(), blame=kind))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,7 +13,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
 from torchhook._values.elements import dtype_name
 
-Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside"]
+Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside", "rank"]
 Phase = Literal["forward", "backward"]
 
 _ADVICE: dict[Kind, str] = {
@@ -21,8 +22,19 @@ _ADVICE: dict[Kind, str] = {
     "input": "Look at the data and what prepares it.",
     "loss": "Look at the loss: a log or division at 0, an overflow, a loss scale that is too large.",
     "outside": "Look at where that tensor was written: a plain attribute, a global, memory that was never filled.",
+    "rank": "Look at what the guards of the other ranks found. A step of the optimizer would spoil the weights of "
+    "all ranks.",
 }
 _ADVICE["buffer"] = _ADVICE["parameter"]
+_DERIVATIVE = "Look at the derivative at these values: roots, norms and logs at 0, and branches that where() hides."
+_OVERFLOW = (
+    "It is an overflow: these numbers are finite, and what they give is too large for the dtype. Look at what made "
+    "them grow: a learning rate or a loss scale that is too large, gradients that are not clipped."
+)
+# Steps that only multiply and add: of finite numbers they make no others, unless those are too large.
+_MULTIPLIES = re.compile(
+    r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Mv|Addmv|Dot|Mul|Linear|\w*Convolution|Embedding|Add|Sub|Sum|ToCopy)Backward\d*$"
+)
 
 
 class Statistics(NamedTuple):
@@ -143,9 +155,24 @@ class Finding:
             return f"the gradient of the output of {whole} already holds {bad}: the loss, outside the model, made it."
         if self.kind == "outside":
             return f"{where} was given it ({held}) by something that is no part of the model's run."
+        if self.kind == "rank":
+            return (
+                f"the gradient of {self.site.path!r} holds {bad} since the ranks have put theirs together: it came "
+                "from another rank, for what this one gave was finite."
+            )
         if self.phase == "backward":
             return f"{where} made {bad} out of a finite gradient ({self.node})."
         return f"{where} made {bad} out of {'finite inputs' if given is None else f'masked inputs ({held})'}."
+
+    def _overflowed(self) -> bool:
+        """Whether numbers were too large, and not a derivative infinite."""
+        if not all(s.finite for s in (*self.inputs, *self.weights)):
+            return False
+        if _MULTIPLIES.match(self.node or ""):
+            return True
+        product = max(map(_size, self.inputs), default=0.0) * max([1.0, *map(_size, self.weights)])
+        most = [torch.finfo(s.dtype).max for s in self.outputs if s.dtype.is_floating_point]
+        return bool(most) and product > min(most)
 
     def _advice(self) -> str:
         if self.unrepeated:
@@ -155,11 +182,14 @@ class Finding:
         if self.kind in _ADVICE:
             return _ADVICE[self.kind]
         if self.phase == "backward":
-            return (
-                "Look at the derivative at these values: roots, norms and logs at 0, and branches that where() hides."
-            )
+            return _OVERFLOW if self._overflowed() else _DERIVATIVE
         site = self.site.every_call
         return f"To see the values: th.capture(model, {site.shown!r}, {site.but(port='input').shown!r})."
+
+
+def _size(statistics: Statistics) -> float:
+    """The largest finite number, without its sign."""
+    return max(abs(statistics.min or 0.0), abs(statistics.max or 0.0))
 
 
 def _number(value: float | None) -> str:

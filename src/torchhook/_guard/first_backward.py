@@ -21,6 +21,7 @@ from torchhook._guard.events import Event, Location
 from torchhook._guard.findings import Finding, Kind
 from torchhook._guard.flags import Bad, Flags
 from torchhook._guard.operations import Named
+from torchhook._guard.reduced import Reduced
 from torchhook._guard.repetition import Repetition
 from torchhook._guard.reports import Reports
 from torchhook._guard.runs import Run
@@ -50,6 +51,7 @@ class FirstBackward:
         self._judge = scrutiny.judge
         self._repetition = repetition
         self._reports = reports
+        self._reduced = Reduced(scope, scrutiny)
         self._flags: Flags[Arrival] = Flags()
         self._handles = hooks.TensorHandles()
         self._awaited: dict[int, weakref.ref[Tensor]] = {}
@@ -104,6 +106,7 @@ class FirstBackward:
         if self._task != graph_task():
             self._task = graph_task()
             hooks.after_backward(self._ended)
+            self._reduced.await_end(self._last_run)
         if run is not None:
             if run not in self._runs:
                 self._runs.append(run)
@@ -119,6 +122,8 @@ class FirstBackward:
         bad = self._flags.read()
         self._task = -1
         try:
+            if bad:
+                self._reduced.own_fault()
             if bad and not self._scope.closed:
                 self._look_into(bad[0], runs)
         finally:

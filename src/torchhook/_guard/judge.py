@@ -209,6 +209,10 @@ class Judge:
         """Whether a fault was found in the forward pass of a run: what comes after it is its consequence."""
         return run in self._faulty_runs
 
+    def saw_bad(self, task: int) -> bool:
+        """Whether something bad was judged in a backward pass."""
+        return task in self._faulty_passes
+
     def found_elsewhere(self, finding: Finding) -> None:
         """Take note of what was found without a look at operations."""
         self._found(finding)

@@ -20,5 +20,6 @@ def can_repeat_alone(index: Index) -> bool:
     if any(isinstance(module, nn.SyncBatchNorm) for module in index.distinct.values()):
         return False
     homes = Homes(index)
-    found = [homes.of(module, name) for module, name in index.tensors.values()]
+    # Those that FSDP has flattened are no parameters of their modules while nothing runs.
+    found = [*homes, *(homes.of(module, name) for module, name in index.tensors.values())]
     return all(home is None or (home.way in ("own", "replicated") and not sharded_over(home.value)) for home in found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,6 +176,10 @@ class Watcher(Listener):
         # Weak: the guard must not keep an activation that the model has dropped.
         self._last_checked = weakref.ref(outputs[-1])
         return output
+
+    def tell_of_passes(self, tell: Callable[[int], None]) -> None:
+        """Have ``tell`` called inside each backward pass."""
+        self._backward.tell_of_pass = tell
 
     @property
     def runs(self) -> int:

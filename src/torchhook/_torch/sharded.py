@@ -53,7 +53,7 @@ def shards(module: nn.Module) -> list[Shard]:
                     handle._fully_sharded_module,
                     "_flat_param",
                     flat,
-                    flat._local_shard,
+                    getattr(flat, "_local_shard", flat),  # the same, until its first call
                     flat,
                     flat.shape,
                     group,

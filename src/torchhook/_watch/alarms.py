@@ -4,7 +4,7 @@ gradients. Each is said once for each site; many in one step, in one warning."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchhook._recording.address import shown
 from torchhook._recording.tables import facts
+from torchhook._watch.units import Living
 from torchhook.errors import TrainingWarning, warn
 
 # Some weights are initialized at zero (the second matrix of LoRA, the last layer of a residual branch). While the
@@ -70,40 +71,47 @@ class AlarmState:
         self._said: set[tuple[str, str]] = set()  # once for each site and kind: it rarely goes away by itself
         self._weak: dict[str, int] = {}
         self._usual: dict[str, tuple[int, float]] = {}
-        self._alive: dict[str, tuple[int, Tensor]] = {}
+        self._alive: dict[tuple[str, tuple[int, int]], tuple[int, Tensor]] = {}
 
     def check(
         self,
         step: int,
         sites: Mapping[str, Mapping[str, Any]],
         compared: Mapping[str, int],
-        live: Mapping[str, Tensor],
+        live: Mapping[str, Sequence[Living]],
+        parameters: Collection[str],
     ) -> None:
-        """Look at a step: its statistics, those sites whose gradient norms can be compared, and which units live."""
+        """Look at a step: its statistics, the sites whose gradient norms can be compared, and which units live."""
         blocked: list[str] = []
         if self.limits.dead_units:
             # Where nothing passes a rectifier, weights before it and right behind it have no gradient. That is the one
             # fault, and said in its one alarm.
-            if any(not bool(mask.any()) for mask in live.values()):
+            if any(not bool(some.mask.any()) for units in live.values() for some in units):
                 blocked = [site for site in compared if sites.get(site, {}).get("grad_norm") == 0]
-            self._check_dead_units(step, live, blocked)
+            # All that do not learn, not only those whose gradients are compared.
+            told = [site for site in parameters if sites.get(site, {}).get("grad_norm") == 0] if blocked else []
+            self._check_dead_units(step, live, told or blocked)
         self._check_gradients(step, sites, {site: size for site, size in compared.items() if site not in blocked})
 
     # -- dead units ------------------------------------------------------------------------------
 
-    def _check_dead_units(self, step: int, live: Mapping[str, Tensor], blocked: list[str]) -> None:
-        for site, mask in live.items():
-            times, before = self._alive.get(site, (0, None))
-            # A channel count that changes starts over: those were not the same units.
-            if before is None or before.shape != mask.shape:
-                self._alive[site] = 1, mask
-            else:
-                self._alive[site] = times + 1, before | mask
-            # Each has a window of its own: a layer that is skipped now and then has not been dead for the whole of one.
-            times, found = self._alive[site]
-            if times >= self.limits.window:
-                del self._alive[site]
-                self._say_dead(step, site, found, [] if bool(found.any()) else blocked)
+    def _check_dead_units(self, step: int, live: Mapping[str, Sequence[Living]], blocked: list[str]) -> None:
+        for site, units in live.items():
+            for call, key, mask in units:
+                times, before = self._alive.get((site, key), (0, None))
+                # A channel count that changes starts over: those were not the same units.
+                if before is None or before.shape != mask.shape:
+                    times, found = 1, mask
+                else:
+                    times, found = times + 1, before | mask
+                # Each has a window of its own: a layer that is skipped now and then has not been dead for the whole of
+                # one.
+                if times < self.limits.window:
+                    self._alive[site, key] = times, found
+                    continue
+                self._alive.pop((site, key), None)
+                name = site if len(units) == 1 else f"{site}#{call}"
+                self._say_dead(step, name, found, [] if bool(found.any()) else blocked)
 
     def _say_dead(self, step: int, site: str, mask: Tensor, blocked: list[str]) -> None:
         which = (~mask).nonzero().flatten().tolist()

@@ -75,14 +75,14 @@ def watch(
             each step and site; a file that is there already is continued as a new run), a function ``(step, values)``,
             or a list of these. On a GPU a step is told when the model has run in the next one.
         statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
-            ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout); of the gradient of a
-            module's output or a parameter: ``grad_norm`` (for its histogram, select ``"layer4:grad"``); of the
-            parameters of the selected modules: ``norm``, ``update_ratio`` (how far the step moved them, relative to
-            their norm). All but ``histogram`` unless told.
+            ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout; behind two layers it has
+            the units of both); of the gradient of a module's output or a parameter: ``grad_norm`` (for its histogram,
+            select ``"layer4:grad"``); of the parameters of the selected modules: ``norm``, ``update_ratio`` (how far
+            the step moved them, relative to their norm). All but ``histogram`` unless told.
         gradients: whether to look at gradients.
         parameters: whether to look at the parameters of the selected modules.
-        alarms: warn about dead units and vanishing or exploding gradients, once for each site; ``Alarms(...)`` says
-            when.
+        alarms: warn about dead units (of ``"relu#1"``, where a ReLU runs behind several layers) and vanishing or
+            exploding gradients, once for each site; ``Alarms(...)`` says when.
         exclude: sites to leave out of those selected.
         steps: ``"manual"`` where a step is something else than a call (accumulated gradients, two forwards for one
             backward, a compiled model, which runs eagerly while its calls are counted): call ``step()`` at the end of
@@ -138,6 +138,7 @@ class Watch(Openable):
     @property
     def history(self) -> deque[Snapshot]:
         """The newest snapshots, oldest first."""
+        self._needs_opening("history")
         self._engine.settle()
         return self._engine.history
 
@@ -154,6 +155,7 @@ class Watch(Openable):
     @property
     def alarms(self) -> list[Alarm]:
         """What was warned about."""
+        self._needs_opening("alarms")
         self._engine.settle()
         return [] if self._engine.alarms is None else list(self._engine.alarms.raised)
 

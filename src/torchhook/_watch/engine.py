@@ -163,7 +163,7 @@ class Engine:
         session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
         watched.attach(session, looks, self._limits, trained)
         # When the model has run, the device is busy for a while: the time for what the host has to do.
-        session.look(Target(Site(""), watched.index.modules[""]), _settling(weakref.ref(self)))
+        session.look(Target(Site(""), watched.index.modules[""]), _settling(weakref.ref(self), looks.units))
         sites = frozenset(str(target.site) for target in watched.in_step)
         self._built = Built(trained, looks, session, sites, watched.compared(trained), watched.can_go_on)
         return self._built
@@ -239,7 +239,7 @@ class Engine:
         step, known = ended.step, 0 if self.alarms is None else len(self.alarms.raised)
         sites, live = step.finish(self._wanted, ended.norms, ended.updates, self.shared, ended.by_hand)
         if self.alarms is not None:
-            self.alarms.check(step.number, sites, ended.compared, live)
+            self.alarms.check(step.number, sites, ended.compared, live, ended.norms)
         self.history.append(Snapshot(step.number, sites))
         for sink in self._sinks:
             sink(step.number, sites)
@@ -247,9 +247,10 @@ class Engine:
             self.alarms.warn_since(known)
 
 
-def _settling(engine: weakref.ref[Engine]) -> Look:
+def _settling(engine: weakref.ref[Engine], units: Units) -> Look:
     # The engine holds the session, and what is dropped must go at once.
     def look(value: Any, call: int) -> None:
+        units.begin()  # a step may have several calls of the model
         if (found := engine()) is not None:
             found.settle()
 

@@ -18,7 +18,7 @@ from torchhook._values.statistics import Measure
 from torchhook._watch.ledger import Ledger
 from torchhook._watch.rows import NORM
 from torchhook._watch.step import Step
-from torchhook._watch.units import Units
+from torchhook._watch.units import Made, Units
 
 
 class Looks:
@@ -73,12 +73,12 @@ class Looks:
 class _Value:
     """Looks at what passes one site."""
 
-    __slots__ = ("_dim", "_looks", "_rectifies", "_shape", "_site", "_tell")
+    __slots__ = ("_looks", "_made", "_rectifies", "_shape", "_site", "_tell")
 
     def __init__(self, looks: Looks, site: str, rectifies: bool, tell: Look | None) -> None:
         self._looks, self._site, self._rectifies, self._tell = looks, site, rectifies, tell
         self._shape: Any = None
-        self._dim: int | None = None
+        self._made: Made | None = None
 
     def __call__(self, value: Any, call: int) -> None:
         looks = self._looks
@@ -88,18 +88,19 @@ class _Value:
         if not looks.has_rows or type(value) is not Tensor or value.is_nested:
             self._look(step, value, call)
             return
-        unit, shape, latest = None, value.shape, step.latest_value
+        unit, made, shape, latest = None, None, value.shape, step.latest_value
         if self._tell is not None:
             if shape != self._shape:
                 self._look(step, value, call)
                 return
-            if self._dim is not None:
-                looks.units.dims[shape] = self._dim
+            if self._made is not None:
+                looks.units.made[shape] = self._made
         elif self._rectifies:
-            unit = looks.units.dims.get(shape)
-            if unit is None or value.ndim < 2:
+            made = looks.units.made.get(shape)
+            if made is None or value.ndim < 2:
                 self._look(step, value, call)
                 return
+            unit = made.dim
         if latest.tensor() is value and unit is None and latest.is_unchanged(value):
             row = latest.of_newest
         else:
@@ -118,15 +119,16 @@ class _Value:
             step.values[self._site].append(row)
         else:
             step.values[self._site] = [row]
-        if unit is not None:
-            step.masks.setdefault(self._site, []).append((row, "live"))
+        if made is not None:
+            step.masks.setdefault(self._site, []).append(((row, "live"), made))
+            looks.units.made[shape] = made.after
 
     def _look(self, step: Step, value: Any, call: int) -> None:
         """At a value that is in some way unlike those before."""
         if self._tell is not None:
             self._tell(value, call)
             if isinstance(value, Tensor) and not value.is_nested:
-                self._shape, self._dim = value.shape, self._looks.units.dims.get(value.shape)
+                self._shape, self._made = value.shape, self._looks.units.made.get(value.shape)
         step.saw(self._site, value, self._rectifies)
 
 

@@ -19,7 +19,7 @@ from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger, norm_at
 from torchhook._watch.rows import Row
 from torchhook._watch.shared import Groups, Part, Shared
-from torchhook._watch.units import Units, alive
+from torchhook._watch.units import Living, Made, Units, alive, living
 
 Found = dict[str, dict[str, Any]]
 """Statistics by site and name."""
@@ -43,7 +43,8 @@ class Step:
         self._measure = measure
         self.values: dict[str, list[Measured | Key]] = {}
         """Where their numbers are in the ledger."""
-        self.masks: dict[str, list[Key]] = {}
+        self.masks: dict[str, list[tuple[Key, Made] | None]] = {}
+        """For each call of a rectifier where its flags are, and whose units; none where those are unknown."""
         self.gradients: dict[str, list[Key]] = {}
         self.parameter_gradients: dict[str, Key] = {}
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
@@ -65,17 +66,18 @@ class Step:
         plain = type(value) is Tensor and self.ledger.takes(value)
         for key, tensor in ((site, value),) if plain else _parts(site, value):
             self.lie[key] = () if plain else sharded_over(tensor)
-            unit = self.units.dim(tensor) if rectifies and not is_distributed(tensor) else None
-            mask = None
+            made = self.units.take(tensor, key) if rectifies and not is_distributed(tensor) else None
+            unit, mask = None if made is None else made.dim, None
             if self._measure.needed:
                 measured, mask = self.latest_value.of(tensor, unit, plain)
                 if key in self.values:
                     self.values[key].append(measured)
                 else:
                     self.values[key] = [measured]
-            if unit is not None:
-                mask = self.ledger.note(alive(tensor, unit)) if mask is None else mask
-                self.masks.setdefault(key, []).append(mask)
+            if made is not None:
+                mask = self.ledger.note(alive(tensor, made.dim)) if mask is None else mask
+            if rectifies:
+                self.masks.setdefault(key, []).append(None if made is None else (mask, made))
 
     def has_seen(self, site: str) -> bool:
         return site in self.values
@@ -130,19 +132,27 @@ class Step:
         updates: Keys,
         shared: Shared,
         by_hand: bool,
-    ) -> tuple[Found, dict[str, Tensor]]:
+    ) -> tuple[Found, dict[str, list[Living]]]:
         """Read all numbers at once: statistics by site, modules first, and which units of rectifiers live."""
         numbers = self.ledger.read()
         found = self._of_values(numbers, wanted)
-        masks = {site: _any([numbers[key] for key in keys]) for site, keys in self.masks.items()}
-        for site, mask in masks.items():
+        live = self._live(numbers)
+        for site, units in live.items():
             found.setdefault(site, {})
             if "dead" in wanted:
-                found[site]["dead"] = (mask.numel() - int(mask.sum())) / mask.numel()
+                number = sum(some.mask.numel() for some in units)
+                found[site]["dead"] = (number - sum(int(some.mask.sum()) for some in units)) / number
         self._add_norms(found, numbers, weights, updates, wanted)
         if self.is_shared:
             self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)
-        return found, masks
+        return found, live
+
+    def _live(self, numbers: dict[Key, Any]) -> dict[str, list[Living]]:
+        """Which units of rectifiers live."""
+        found = {}
+        for site, calls in self.masks.items():
+            found[site] = living([None if call is None else (numbers[call[0]], call[1]) for call in calls])
+        return {site: units for site, units in found.items() if units}
 
     def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
         """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
@@ -279,14 +289,6 @@ def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 def _dense(gradient: Tensor) -> Tensor:
     # Coalesced: a row that was looked up twice is there twice, and only the sum of the two is its gradient.
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _any(masks: list[Tensor]) -> Tensor:
-    """Which units lived in any call of the step."""
-    found = masks[0]
-    for mask in masks[1:]:
-        found = found | mask if found.shape == mask.shape else mask
-    return found
 
 
 def _ratio(update: float, weight: float) -> float:
