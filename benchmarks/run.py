@@ -22,7 +22,7 @@ from write_readme import main as write
 
 HERE = Path(__file__).parent
 BESIDE_PEERS = ["capture", "growth", "cam", "features", "hotspots"]
-ALONE = ["watch", "guard", "sweep", "extract"]
+ALONE = ["watch", "guard", "sweep", "extract", "stream"]
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
 
 

@@ -1,6 +1,6 @@
 """A stream of tokens beside the forward passes alone, over the same loader.
 
-    python benchmarks/stream.py [--rounds 5] [--device cuda] [--size small]
+    python benchmarks/stream.py [--rounds 5] [--device cuda] [--size small] [--json out.json]
 
 Each takes its turn over the same rows, in one process; the ratio is what counts: the tokens of a second that a stream
 gives, in units of those that the model alone computes. The model stops after the last site, for all of them; ``whole``
@@ -13,15 +13,16 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from models import import_transformers
+from results import Report, Row
 from timing import ratios
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchhook as th
-from torchhook._recording.tables import Table
 
 SIZES = {
     "tiny": {"n_embd": 128, "n_layer": 4, "n_head": 4},
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--size", default="", choices=["", *SIZES])
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     cuda = chosen.device.startswith("cuda")
     size, rows = chosen.size or ("medium" if cuda else "tiny"), chosen.rows or (2048 if cuda else 128)
@@ -91,10 +93,21 @@ def main() -> None:
     wait = torch.cuda.synchronize if cuda else lambda: None
     # On the host everything is computed in this process, whose own time others do not disturb.
     found = ratios(contestants, chosen.rounds, 1, wait=wait, clock=time.perf_counter if cuda else time.process_time)
-    cells = [
-        [name, f"{1 / one.median:.2f}", f"{rows * chosen.tokens / one.seconds:,.0f}"] for name, one in found.items()
-    ]
-    print(Table(f"GPT-2 {size} on {chosen.device}", ["", ">of the forward", ">tokens/s"], cells))
+    report = Report("Streams", chosen.json)
+    for name, one in found.items():
+        must = 0.9 if name.startswith("stream") else None
+        report.add(
+            Row(
+                f"GPT-2 {size} on {chosen.device}",
+                name,
+                1 / one.median,
+                must=must,
+                more_is_better=True,
+                low=1 / one.high,
+                high=1 / one.low,
+                note=f"{rows * chosen.tokens / one.seconds:,.0f} tokens/s",
+            )
+        )
 
 
 if __name__ == "__main__":

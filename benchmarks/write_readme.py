@@ -39,6 +39,7 @@ that fails is shown with its own message, shortened.
 | `cam.py` | class activation maps, beside grad-cam and torchcam |
 | `features.py` | a data set's features to disk, beside what is written by hand and Hugging Face's `map` |
 | `extract.py` | the same against its bounds (forward passes, raw write), peak memory, reading |
+| `stream.py` | tokens while the model runs, beside its forward passes alone |
 | `watch.py`, `guard.py`, `sweep.py` | statistics in training; the first NaN; activation patching |
 | `hotspots.py` | where the time goes: functions, Python calls, instructions |
 | `gpu.py` | all of it on a CUDA device, in under eight minutes |
@@ -51,6 +52,7 @@ TITLES = {
     "cam": "Class activation maps",
     "features": "Features to disk, beside other ways",
     "extract": "Extraction and reading, against their bounds",
+    "stream": "Streams of tokens",
     "watch": "Watching a training step",
     "guard": "Guarding",
     "sweep": "Activation patching",
@@ -70,6 +72,7 @@ NOTES = {
     "growth": "Lines by least squares, in processor time.",
     "extract": "To disk, 1 is the bound, the slower of the forward passes and a raw write, and more is better. Memory "
     "and reading are ratios to what each line names after the slash.",
+    "stream": "1 is the forward passes alone, to the last site and over the same loader; more is better.",
     "sweep": "The loop written by hand is 1.",
     "watch": "The plain training step is 1.",
     "guard": "The plain step is 1.",
