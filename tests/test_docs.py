@@ -239,6 +239,10 @@ RUNS: dict[str, Callable[[nn.Module, Path], object]] = {
     "roles": lambda model, folder: th.roles(model, X),
     "lens": _lens,
     "extract": lambda model, folder: th.extract(model, X, "body", folder / "features", progress=False),
+    "stream": lambda model, folder: list(
+        th.stream(model, X, "attention", transform=lambda out: out[0], buffer=64, batch=8)
+    ),
+    "statistics": lambda model, folder: th.statistics(model, X, "head"),
 }
 
 

@@ -423,3 +423,14 @@ def test_beam_search_without_a_cache_is_joined_from_the_last_token_of_each_step(
         assert joined.shape == wanted.shape
         for row, end in enumerate((out.beam_indices >= 0).sum(1).tolist()):
             close(joined[row, : 4 + end], wanted[row, : 4 + end])
+
+
+def test_keys_of_a_cache_are_not_joined_though_they_would_fit() -> None:
+    """Each call has those of all tokens so far: joined, the first would be there once for every step."""
+    model = llama()
+    ids = torch.randint(3, 50, (2, 5))
+    with torch.no_grad(), th.capture(model, "@k.0", "@q.0") as rec:
+        model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"dim 2 holds more than its own tokens.*rec\['@k\.0#-1'\]"):
+        rec.cat("@k.0", dim=2)
+    assert rec["@k.0#-1"].shape[2] == rec.cat("@q.0", dim=2).shape[2] == 7

@@ -356,3 +356,88 @@ def test_the_router_of_deepseek_is_its_gate_and_sends_tokens_where_it_is_told() 
         torch.testing.assert_close(rec["@router.1"], x.flatten(0, 1) @ layer.gate.weight.T)
         shared = layer.shared_experts(x)
     torch.testing.assert_close(rec["@experts.1"].reshape(x.shape) + shared, rec["@mlp_out.1"])
+
+
+# -- inside of other sessions --------------------------------------------------------------------------------------
+
+
+def test_the_search_for_names_is_seen_by_no_session_that_is_open() -> None:
+    model = build("llama")
+    with (
+        torch.no_grad(),
+        th.capture(model, "model.layers.0", "model.layers.0.mlp/mul") as rec,
+        th.watch(model) as watch,
+    ):
+        with th.attention(model) as maps, th.edit(model, {"@z.1": edits.only(edits.zero(), heads=1)}):
+            model(IDS)
+    assert len(rec.all("model.layers.0")) == len(rec.all("model.layers.0.mlp/mul")) == 1
+    assert len(maps.all("model.layers.0.self_attn")) == 1
+    assert (rec.elsewhere, rec.missing, [snapshot.step for snapshot in watch.history]) == ({}, {}, [0])
+
+
+def test_a_session_that_stops_waits_for_a_call_of_its_own() -> None:
+    model = build("llama")
+    with torch.no_grad(), th.capture(model, "model.layers.0", stop=True) as outer, th.capture(model, "@z.0") as inner:
+        model(IDS)
+    assert outer["model.layers.0"].shape[:2] == IDS.shape
+    assert inner["@z.0"].shape[:2] == IDS.shape
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model.layers.1": edits.scale(2)},
+        {"model.layers.1.self_attn.o_proj": edits.zero()},
+        {"model.layers.1.mlp#0": edits.zero()},
+        {"model.layers.1.mlp": edits.only(edits.zero(), positions=5)},
+    ],
+    ids=str,
+)
+def test_names_belong_to_the_model_and_not_to_the_edits_around(change: dict[str, Any]) -> None:
+    model, alone = build("llama"), build("llama")
+    names = th.roles(alone)
+    with th.edit(model, change), torch.no_grad():
+        with th.capture(model, "@resid_post.1", "@attn_out.1", "@mlp_out.1") as rec:
+            model(IDS)
+    assert dict(th.roles(model)) == dict(names)
+    with th.edit(alone, change), torch.no_grad(), th.capture(alone, "@resid_post.1") as expected:
+        alone(IDS)
+    assert torch.equal(rec["@resid_post.1"], expected["@resid_post.1"])
+
+
+def test_a_lens_inside_of_its_own_capture_records_nothing_of_itself() -> None:
+    model = build("llama")
+    with torch.no_grad(), th.capture(model, "@resid_post.*") as rec:
+        output = model(IDS)
+        lens = th.lens(model, rec)
+    assert len(rec.all("@resid_post.0")) == 1
+    torch.testing.assert_close(lens[list(rec.keys())[-1]], output.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_ones_own_stand_beside_those_that_are_found() -> None:
+    model = build("llama")
+    found = th.roles(model, table={"@act.0": "model.layers.0.mlp.act_fn", "@embed": "model.norm"})
+    assert found["@act.0"] == "model.layers.0.mlp.act_fn"
+    assert found["@embed"] == "model.norm"
+    with torch.no_grad(), th.capture(model, "@resid_post.1", "@act.0") as rec:
+        model(IDS)
+    assert rec["@resid_post.1"].shape[:2] == rec["@act.0"].shape[:2] == IDS.shape
+
+
+def test_names_are_found_anew_when_a_model_attends_in_another_way() -> None:
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(SelectorError, match="fused kernel"):
+        th.capture(model, "@pattern.0")
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), th.capture(model, "@pattern.0", "@q.0") as rec:
+        model(IDS)
+    torch.testing.assert_close(rec["@pattern.0"].sum(-1), torch.ones(rec["@pattern.0"].shape[:-1]))
+
+
+def test_a_lens_without_logits_says_how_to_name_them() -> None:
+    model = nn.Sequential(Block(), Block())
+    th.roles(model, table={"@resid_post.0": "0", "@resid_post.1": "1"})
+    _, rec = th.run(model, torch.randn(2, 3, 8), capture="@resid_post.*")
+    with pytest.raises(SelectorError, match=r"where the logits are is not known.*table=\{'@logits'"):
+        th.lens(model, rec, inputs=torch.randn(2, 3, 8))

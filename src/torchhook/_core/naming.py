@@ -36,7 +36,7 @@ Finder = Callable[[nn.Module], Names]
 """Finds the names of a model for which none are known yet."""
 
 # By id: a user's class may define equality, or no hash. The entry goes with the model.
-_known: dict[int, Names] = {}
+_known: dict[int, tuple[Names, object]] = {}
 _finders: list[Finder] = []
 
 
@@ -49,12 +49,18 @@ def remember(model: nn.Module, names: Names) -> None:
     """Let selectors of this model mean these names from here on."""
     if id(model) not in _known:
         weakref.finalize(model, _known.pop, id(model), None)
-    _known[id(model)] = names
+    _known[id(model)] = names, _kernel(model)
 
 
 def known(model: nn.Module) -> Names | None:
-    """The names of a model, if they were found before."""
-    return _known.get(id(model))
+    """The names of a model, if they were found before, and it attends in the same way still."""
+    names, kernel = _known.get(id(model), (None, None))
+    return names if kernel == _kernel(model) else None
+
+
+def _kernel(model: nn.Module) -> object:
+    """How a model of transformers attends, which it can be told: its queries and maps are elsewhere then."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
 def times(model: nn.Module, site: Site) -> Collection[int]:

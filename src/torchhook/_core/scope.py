@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torchhook._recording.tables import Table
@@ -31,6 +33,21 @@ class Scope:
 
 active: contextvars.ContextVar[frozenset[Scope]] = contextvars.ContextVar("torchhook_active", default=frozenset())
 """The scopes that the running context belongs to."""
+
+
+UNSEEN = Scope()
+"""Among the scopes of a context in which sessions that were open before see nothing, and count nothing as missed."""
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """What runs in this block is of no open session, however it came to run; those that are opened in it see it."""
+    before = active.get()
+    active.set(frozenset({UNSEEN}))
+    try:
+        yield
+    finally:
+        active.set(before)
 
 
 class Stop(BaseException):

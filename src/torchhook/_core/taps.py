@@ -20,7 +20,7 @@ from torch import is_grad_enabled, nn
 from torchhook._core.hooks import after_call_always
 from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
-from torchhook._core.scope import Scope, active
+from torchhook._core.scope import UNSEEN, Scope, active
 from torchhook._recording.records import Rows
 from torchhook._torch import graph_task, saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
@@ -126,7 +126,7 @@ class Tap:
             return False
         if graph_task() != -1 and self.segments.is_known():
             return False  # autograd recomputes on threads of its own
-        self.elsewhere += 1
+        self.elsewhere += UNSEEN not in active.get()
         return True
 
     @property

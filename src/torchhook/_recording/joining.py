@@ -70,7 +70,22 @@ def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequ
             f"rec.cat({key!r}, dim={dim}, beams=out.beam_indices) follows the beams that were returned, with "
             "out = model.generate(…, return_dict_in_generate=True); rec.records() has the rows of every step."
         )
+    if len(rows) > 1:
+        _refuse_caches(key, rows, dim)
     return _not_overwritten(key, rows, dim)
+
+
+def _refuse_caches(key: str, rows: Sequence[Joined], dim: int) -> None:
+    """Keys and values as attention takes them are those of all tokens so far, and would come again with each call."""
+    for _, value, passed in rows:
+        for tensor in tree.tensors(value):
+            size = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0
+            if passed is not None and passed.tokens is not None and size > passed.tokens:
+                raise ValueError(
+                    f"{key}: a call with {passed.tokens} token{'s' * (passed.tokens != 1)} has a value of shape "
+                    f"{tuple(tensor.shape)}, so that dim {dim} holds more than its own tokens: those of a cache, say. "
+                    f"The last call has them all: rec[{key + '#-1'!r}]."
+                )
 
 
 def _not_overwritten(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:

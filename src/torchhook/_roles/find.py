@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchhook._core import calling
+from torchhook._core.scope import unseen
 from torchhook._roles import claims, ends, probe
 from torchhook._roles.blocks import BlockNames
 from torchhook._roles.chain import Chain, chains
@@ -18,7 +19,8 @@ from torchhook._values.tree import Inputs
 
 def found(model: nn.Module, inputs: Inputs) -> Roles:
     """The names of a model that hold on its inputs, on others like them, and while values are changed."""
-    with torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
+    # Names belong to the model, whatever a session around does to it just now.
+    with unseen(), torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
         trace = traced(model, inputs)
         named = _named(trace)
         probes = [("", inputs), ("", probe.varied(inputs)), *probe.other_calls(model, inputs)]

@@ -65,6 +65,10 @@ def lens(
     known = naming.known(root)
     names = known if isinstance(known, Roles) else roles(model, arguments)
     prefix, last = _last(names)
+    if "logits" not in names and "logits" not in names.refused:
+        raise SelectorError(
+            "no lens: where the logits are is not known. Name them: th.roles(model, table={'@logits': address, …})."
+        )
     logits = names["logits"]
     through = tail.written(root, _probes(arguments), names.sites[f"{prefix}resid_post.{last}"], logits)
     sites = _recorded(names, rec, prefix, last)

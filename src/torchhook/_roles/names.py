@@ -37,16 +37,19 @@ def roles(model: nn.Module, inputs: Any = None, *, table: Mapping[str, str] | No
         model: The model; it, and the process, are left as they were.
         inputs: What it is called with: a tuple of arguments, a dict of keyword arguments, ``th.Inputs`` for both, or
             the one argument. A model of transformers needs none.
-        table: Names of your own and the addresses that they stand for, taken as they are; nothing is then searched
-            for unless ``inputs`` are given too.
+        table: Names of your own and the addresses that they stand for, taken as they are. They stand beside those that
+            are found, and before them; without ``inputs``, a model that is not of transformers has only these.
     """
     root = unwrapped(model) if isinstance(model, nn.Module) else Index(model).root
     own = {} if table is None else _own(root, table)
-    if table is not None and inputs is None:
-        result = Roles(own, {}, type(root).__name__)
+    result = Roles(own, {}, type(root).__name__)
+    try:
+        proven = find.found(root, probe.made_for(root) if inputs is None else probe.given(inputs))
+    except Exception:
+        # Who names everything by hand may do so because nothing can be found.
+        if table is None or inputs is not None:
+            raise
     else:
-        arguments = probe.made_for(root) if inputs is None else probe.given(inputs)
-        proven = find.found(root, arguments)
         refused = {name: why for name, why in proven.refused.items() if name not in own}
         result = Roles({**proven.sites, **own}, refused, type(root).__name__)
         result.times = proven.times

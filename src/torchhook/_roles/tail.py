@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.functional import Listener
-from torchhook._core.scope import Scope
+from torchhook._core.scope import Scope, unseen
 from torchhook._core.select import resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
@@ -129,7 +129,8 @@ def _has_slot(value: Any) -> bool:
 
 def written(model: nn.Module, inputs: list[Inputs], stream: Site, logits: Site) -> Tail:
     """The operations from one site to another, shown to give the model's own logits on every one of the inputs."""
-    with torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
+    # Names belong to the model, whatever a session around does to it just now.
+    with unseen(), torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
         tail = _one_pass(model, inputs[0], stream)
         for probe in inputs:
             restore()
