@@ -90,7 +90,7 @@ def test_types_of_results_are_in_types_and_not_at_the_top() -> None:
 
 def test_errors_offers_its_classes_and_nothing_else() -> None:
     found = inspect.getmembers(errors, inspect.isclass)
-    classes = {name for name, value in found if value.__module__ == errors.__name__}
+    classes = {name for name, value in found if value.__module__ == errors.__name__ and not name.startswith("_")}
     assert list(errors.__all__) == sorted(classes)
     assert all(issubclass(getattr(errors, name), (errors.TorchHookError, Warning)) for name in classes)
 

@@ -122,7 +122,7 @@ class TokenStream:
         self._passes, self._single, self._drop_last = passes, single, drop_last
         self._buffer, self._batch, self._shuffle, self._seed = buffer, batch, shuffle, seed
         self._device, self._dtype = device, dtype
-        self.epoch = 0
+        self.epoch: int = 0
         """The number of the epoch that comes next, which decides its order."""
 
     def set_epoch(self, epoch: int) -> None:

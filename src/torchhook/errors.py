@@ -114,9 +114,11 @@ def _is_printed() -> bool:
     return asks.f_globals.get("__name__") in _PRINTERS
 
 
-def _with_page(warning: Warning, spec: str) -> str:
-    """A warning as it is printed: the message alone is ``str`` of it."""
-    return f"{format(str(warning), spec)}\n{about(type(warning))}"
+class _Printed(UserWarning):
+    """A warning that leads to its page where it is printed: the message alone is ``str`` of it."""
+
+    def __format__(self, spec: str) -> str:
+        return f"{format(str(self), spec)}\n{about(type(self))}"
 
 
 class TorchHookError(Exception):
@@ -220,61 +222,43 @@ class MissingExtraError(TorchHookError, ImportError):
     """An optional package is not installed."""
 
 
-class NeverRanWarning(UserWarning):
+class NeverRanWarning(_Printed):
     """Sites that were selected and never ran, with the likely cause of each."""
 
-    __format__ = _with_page
 
-
-class NeverOpenedWarning(UserWarning):
+class NeverOpenedWarning(_Printed):
     """A session, guard, watch or clip was made and dropped without ever being opened, so it did nothing."""
 
-    __format__ = _with_page
 
-
-class GuardWarning(UserWarning):
+class GuardWarning(_Printed):
     """A guarded model made a NaN or Inf, and ``guard(action="warn")`` let it go on."""
 
-    __format__ = _with_page
 
-
-class TrainingWarning(UserWarning):
+class TrainingWarning(_Printed):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
-    __format__ = _with_page
 
-
-class RecomputeWarning(UserWarning):
+class RecomputeWarning(_Printed):
     """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
 
-    __format__ = _with_page
 
-
-class TorchVersionWarning(UserWarning):
+class TorchVersionWarning(_Printed):
     """This version of torch is newer than any that TorchHook was tested with."""
 
-    __format__ = _with_page
 
-
-class CompiledWarning(UserWarning):
+class CompiledWarning(_Printed):
     """A compiled model runs eagerly inside a session; said once in a process."""
 
-    __format__ = _with_page
 
-
-class DataWarning(UserWarning):
+class DataWarning(_Printed):
     """The rows that are kept may not be those that one expects.
 
     A loader drops some, their dim cannot be told, or they are others each time they are read.
     """
 
-    __format__ = _with_page
 
-
-class PaddingWarning(UserWarning):
+class PaddingWarning(_Printed):
     """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
-
-    __format__ = _with_page
 
 
 def warn(message: str, category: type[Warning]) -> None:

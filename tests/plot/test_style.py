@@ -18,6 +18,7 @@ from torchhook.errors import MissingExtraError
 from torchhook.plot import style
 
 matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.style")  # which importing matplotlib alone does not bring
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 

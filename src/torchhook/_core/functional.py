@@ -68,7 +68,7 @@ class Listener:
     def __init__(self, scope: Scope | None, last: bool = False) -> None:
         self._comes_last = last
         """Whether it comes after those of all other sessions, to hear of what they have made of a call."""
-        self.turn = (last, 0)
+        self.turn: tuple[bool, int] = (last, 0)
         self.ignored: set[Callable[..., Any]] = set()
         """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}

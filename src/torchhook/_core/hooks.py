@@ -98,7 +98,7 @@ class TensorHandles:
         self._prune_at = 256
         self.results: list[Any] = []
         """Those that were put on results of steps without a handle; they know where they are."""
-        self.round = 0
+        self.round: int = 0
         """How often all were taken away: a hook that was put on before has nothing more to say."""
         self.latest: Any = None
         """The newest of these."""

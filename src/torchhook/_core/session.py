@@ -58,7 +58,7 @@ class Session(Shown):
         """With the other ranks, where the gradients of parameters are wanted whole."""
         self.reduced = False
         """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
-        self.unopened = ""
+        self.unopened: str = ""
         self._recipe: Callable[[Session], None] | None = None
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
@@ -68,7 +68,8 @@ class Session(Shown):
     def _begin(self) -> None:
         """What belongs to one opening; the rest is the same in all of them."""
         self.recording: Recording = Recording(type(self.index.root).__name__)
-        scope = self.scope = Scope()
+        scope = Scope()
+        self.scope: Scope = scope
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._followed: dict[Site, Tensor] = {}

@@ -63,7 +63,9 @@ class Extras:
     """The ids, labels and lengths that travel with a batch."""
 
     def __init__(self, ids: inputs.Part, labels: inputs.Part, lengths: inputs.Part, rows: int | None) -> None:
-        self.ids, self.labels, self.lengths = ids, labels, lengths
+        self.ids: inputs.Part = ids
+        self.labels: inputs.Part = labels
+        self.lengths: inputs.Part = lengths
         for keyword, part in (("ids", ids), ("labels", labels), ("lengths", lengths)):
             if _is_table(part) and rows is not None and len(part) != rows:  # type: ignore[arg-type]
                 raise ExtractError(f"{keyword}= has {len(part)} values, the data {rows} rows.")  # type: ignore[arg-type]

@@ -49,10 +49,14 @@ class Passes:
         self._forward = Forward(
             model, sites, transform=transform, input_fn=input_fn, autocast=autocast, cuts=lengths is not False
         )
-        self.model, self.data = model, opened(data, model)
-        self.batch_size, self.lengths, self.workers = batch_size, lengths, workers
-        self.special = special_ids(model, drop_special)
-        self.channel, self.maps = channel, maps
+        self.model: nn.Module = model
+        self.data: Any = opened(data, model)
+        self.batch_size: int | None = batch_size
+        self.lengths: Part = lengths
+        self.workers: int | None = workers
+        self.special: frozenset[int] = special_ids(model, drop_special)
+        self.channel: int | None = channel
+        self.maps: bool = maps
         self._checked = self._used_up = False
 
     @property
@@ -70,7 +74,7 @@ class Passes:
         self._used_up = hasattr(self.data, "__next__")
         source = sources.as_it_comes(self.data, self.batch_size, self.workers, pin)
         # The same for all batches: it knows whether a table of lengths has an entry for each row.
-        self.extras = Extras(None, False, self.lengths, source.rows)
+        self.extras: Extras = Extras(None, False, self.lengths, source.rows)
         spans = [] if source.rows is None else [(0, source.rows)]
         return self._told(source.batches(spans))
 

@@ -23,7 +23,8 @@ class Lens(Mapping[str, Tensor]):
         self, sites: Sequence[str], logits: Callable[[str], Tensor], top: int, name: Callable[[int], str] = str
     ) -> None:
         self.sites: list[str] = list(sites)
-        self._logits, self.name = logits, name
+        self._logits = logits
+        self.name: Callable[[int], str] = name
         best = [_best(logits(site), top) for site in self.sites]
         self.tokens: Tensor = torch.stack([tokens for tokens, _ in best])
         self.probabilities: Tensor = torch.stack([probabilities for _, probabilities in best])

@@ -43,7 +43,7 @@ class Recording:
         self.stopped = ""
         """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
         self.order: count[int] = count()
-        self.passes = Passes()
+        self.passes: Passes = Passes()
         """The calls of the model in which something was generated."""
         self._rows: dict[Site, Rows] = {}
         # Pairs and not a dict: of one name, different ports may have been recorded under different others.

@@ -160,8 +160,9 @@ class Statistics(Mapping[str, SiteStatistics]):
     """
 
     def __init__(self, sites: Mapping[str, SiteStatistics], options: Options, rows: int) -> None:
-        self._sites, self.options = dict(sites), options
-        self.rows = rows
+        self._sites = dict(sites)
+        self.options: Options = options
+        self.rows: int = rows
         """How many rows of the data were seen."""
 
     def __getitem__(self, site: str) -> SiteStatistics:

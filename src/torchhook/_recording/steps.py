@@ -21,18 +21,19 @@ class Pass:
     def __init__(
         self, first: int, *, step: int | None = None, position: Any = None, tokens: int | None = None, sequence: int = 0
     ) -> None:
-        self.first, self.last = first, -1
+        self.first: int = first
+        self.last: int = -1
         """Its place in the order of the session: what was kept from here to there passed in it."""
-        self.step = step
+        self.step: int | None = step
         """0 for the prefill, all chunks of it; 1 for the first token after it. ``None`` if nothing is generated."""
         self._position = position
-        self.tokens = tokens
+        self.tokens: int | None = tokens
         """How many tokens the model was given."""
         self.end: int | None = None
         """Where in the sequence those end that were not taken back, if some were when all was over."""
-        self.sequence = sequence
+        self.sequence: int = sequence
         """Which sequence its tokens belong to: those of one are joined."""
-        self.beams = False
+        self.beams: bool = False
         """Whether rows may have changed places before it."""
 
     @property

@@ -59,7 +59,10 @@ class Running:
     """
 
     def __init__(self, per: str, *, covariance: bool = False, top: int = 0, resolution: int = 0) -> None:
-        self.per, self.covariance, self.most, self.resolution = per, covariance, top, resolution
+        self.per: str = per
+        self.covariance: bool = covariance
+        self.most: int = top
+        self.resolution: int = resolution
         self.moments: Moments | None = None
         self.min: Any = None
         self.max: Any = None

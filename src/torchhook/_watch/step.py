@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
@@ -17,7 +18,7 @@ from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
 from torchhook._watch.ledger import Key, Ledger, norm_at
-from torchhook._watch.rows import Row
+from torchhook._watch.rows import Row, Rows
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.units import Living, Made, Units, alive, living
 
@@ -32,7 +33,8 @@ class Step:
     def __init__(self, measure: Measure, units: Units, ledger: Ledger) -> None:
         self.number = 0
         self.loss_scale: float = 1.0
-        self.ledger, self.rows = ledger, ledger.rows
+        self.ledger: Ledger = ledger
+        self.rows: dict[torch.device, Rows] = ledger.rows
         self.ran: bool = False
         """Whether anything passed at all."""
         self.units = units
@@ -50,8 +52,8 @@ class Step:
         self._awaited: dict[str, tuple[Tensor, int, int]] = {}
         self.waiting: weakref.ref[Any] | None = None
         # Not of self: a step is freed when it is over, not when the collector comes by.
-        self.latest_value = Latest(functools.partial(ledger.statistics, measure))
-        self.latest_gradient = Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
+        self.latest_value: Latest = Latest(functools.partial(ledger.statistics, measure))
+        self.latest_gradient: Latest = Latest(lambda tensor, _, plain: (ledger.norm(tensor, plain), None))
 
     @property
     def is_shared(self) -> bool:
@@ -258,7 +260,7 @@ class Latest:
     def __init__(self, function: Callable[[Tensor, int | None, bool], tuple[Any, Key | None]]) -> None:
         self._function = function
         self.tensor: Callable[[], Tensor | None] = lambda: None
-        self.version = -1
+        self.version: int = -1
         """None is counted for an inference tensor, so a write to it would go unnoticed."""
         self.of_newest: Any = None
 

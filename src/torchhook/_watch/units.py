@@ -35,9 +35,9 @@ class Made:
     __slots__ = ("_after", "dim", "key")
 
     def __init__(self, dim: int, layer: int, uses: int = 0) -> None:
-        self.dim = dim
+        self.dim: int = dim
         """Which dim of the value tells them apart."""
-        self.key = layer, uses
+        self.key: tuple[int, int] = (layer, uses)
         """The same in every step."""
         self._after: Made | None = None
 
