@@ -114,7 +114,7 @@ def _is_printed() -> bool:
     return asks.f_globals.get("__name__") in _PRINTERS
 
 
-class _Printed(UserWarning):
+class _Printed:
     """A warning that leads to its page where it is printed: the message alone is ``str`` of it."""
 
     def __format__(self, spec: str) -> str:
@@ -222,42 +222,42 @@ class MissingExtraError(TorchHookError, ImportError):
     """An optional package is not installed."""
 
 
-class NeverRanWarning(_Printed):
+class NeverRanWarning(_Printed, UserWarning):
     """Sites that were selected and never ran, with the likely cause of each."""
 
 
-class NeverOpenedWarning(_Printed):
+class NeverOpenedWarning(_Printed, UserWarning):
     """A session, guard, watch or clip was made and dropped without ever being opened, so it did nothing."""
 
 
-class GuardWarning(_Printed):
+class GuardWarning(_Printed, UserWarning):
     """A guarded model made a NaN or Inf, and ``guard(action="warn")`` let it go on."""
 
 
-class TrainingWarning(_Printed):
+class TrainingWarning(_Printed, UserWarning):
     """Something in a watched training run looks wrong: dead units, vanishing or exploding gradients."""
 
 
-class RecomputeWarning(_Printed):
+class RecomputeWarning(_Printed, UserWarning):
     """An edit inside a checkpointed part ended before the backward pass, which computes that part again without it."""
 
 
-class TorchVersionWarning(_Printed):
+class TorchVersionWarning(_Printed, UserWarning):
     """This version of torch is newer than any that TorchHook was tested with."""
 
 
-class CompiledWarning(_Printed):
+class CompiledWarning(_Printed, UserWarning):
     """A compiled model runs eagerly inside a session; said once in a process."""
 
 
-class DataWarning(_Printed):
+class DataWarning(_Printed, UserWarning):
     """The rows that are kept may not be those that one expects.
 
     A loader drops some, their dim cannot be told, or they are others each time they are read.
     """
 
 
-class PaddingWarning(_Printed):
+class PaddingWarning(_Printed, UserWarning):
     """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
 
 
