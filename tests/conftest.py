@@ -41,6 +41,9 @@ def _seed(number: int) -> None:
 _seed(0)  # for what test modules draw when they are imported
 
 
+_held: set[int] = set()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same numbers whether it runs alone, among others, or on another worker.
 
@@ -51,8 +54,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     eager_stance.said = True
     # A session that another test left open lives as long as the traceback of an expected error, which knows itself:
     # until then compiled models run eagerly.
-    if eager_stance._holders:
+    if not set(map(id, eager_stance._holders)) <= _held:
         gc.collect()
+        # Those that are left are held by more than that, and would be looked for in vain before every test.
+        _held.update(map(id, eager_stance._holders))
     _seed(zlib.crc32(item.nodeid.encode()))
 
 
