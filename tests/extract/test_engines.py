@@ -279,6 +279,24 @@ def test_a_rank_that_comes_when_all_is_done_waits_for_nobody(tmp_path, monkeypat
     assert len(do(tmp_path)) == 256
 
 
+def test_a_rank_that_waits_while_another_does_everything_waits_no_longer(tmp_path, monkeypatch):
+    as_rank(monkeypatch, 1, 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(engines, "MEET_SECONDS", 5)
+    sleep = time.sleep
+
+    def first_rank_is_quick(seconds):
+        """It begins, does everything, and takes its mark away, all between two looks."""
+        monkeypatch.setattr(engines.time, "sleep", sleep)
+        with pytest.MonkeyPatch.context() as other:
+            as_rank(other, 0, 2)
+            do(tmp_path)
+
+    monkeypatch.setattr(engines.time, "sleep", first_rank_is_quick)
+    assert len(do(tmp_path)) == 256
+    assert engines.time.sleep is sleep  # it has waited
+
+
 def test_a_dry_run_of_a_rank_waits_for_nobody(tmp_path, monkeypatch):
     as_rank(monkeypatch, 1, 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

@@ -191,12 +191,18 @@ def mark(store: Store) -> None:
 
 
 def meet(store: Store, say: bool) -> bool:
-    """The other ranks wait for that, before any work; whether there was something to wait for."""
+    """The other ranks wait for that, before any work; whether the first one is at work.
+
+    One that comes late may find that it was, has done everything, and has taken its mark away.
+    """
     job, (rank, world) = job_name(), ranks()
     if job is None or rank == 0:
         return False
     start, said = time.monotonic(), not say
     while not claims.marked(store.storage, job):
+        manifest = store.manifest()
+        if manifest is not None and store.missing(manifest) == []:
+            return False
         waited = time.monotonic() - start
         if waited > MEET_SECONDS:
             raise ExtractError(

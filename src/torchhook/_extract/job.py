@@ -217,14 +217,9 @@ def _before(
 
     They claim their first block here: what is measured of it need not be run again, by this rank or another.
     """
+    met = request.engine == "torchrun" and not request.dry_run and engines.meet(store, request.progress)
     before = None if request.replaces else store.manifest()
-    if request.engine != "torchrun" or request.dry_run:
-        return before, None
-    # A rank that comes when all is done finds nobody to wait for.
-    if (before is not None and store.missing(before) == []) or not engines.meet(store, request.progress):
-        return before, None
-    before = store.manifest()
-    if before is None or before.shards is None:
+    if not met or before is None or before.shards is None:
         return before, None
     return before, stack.enter_context(engines.Turns(store, before))
 
