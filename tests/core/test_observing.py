@@ -102,6 +102,9 @@ class Written(nn.Module):
         left, right = (x * 2)[:, :4], x * 3
         used = right + 1
         left = self.silu(self.relu(left) + 0.5)
+        under = (x * 4)[:, 2:6]
+        self.relu(under)  # and read under its old name
+        left = left + under
         return left * self.last(input=x + used)[:, 4:] + self.relu(right)[:, :4]
 
 
