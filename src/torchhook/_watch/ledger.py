@@ -15,7 +15,9 @@ from torchhook._torch import foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows
+from torchhook._watch.places import Arrangement
+from torchhook._watch.plans import Plans
+from torchhook._watch.rows import MOST, READ, Row, Rows, has_rows
 from torchhook._watch.shared import part_norm
 from torchhook._watch.tables import Table, merged, merged_norms
 
@@ -31,6 +33,8 @@ class Known(NamedTuple):
 
     room: tuple[int, int, int]
     plans: Plans
+    again: Arrangement | None
+    dtypes: frozenset[torch.dtype]
 
 
 Room = dict[torch.device, Known]
@@ -46,11 +50,15 @@ class Ledger:
         self._held_bytes = 0
         self._turn = threading.Lock()
         self._same: dict[Key, Key] = {}
-        self.rows: dict[torch.device, Rows] = {}
-        """Those that are taken of the tensors of a device."""
-        self._dtypes: set[tuple[torch.device, torch.dtype]] = set()
-        self._keys = count()  # gradients are noted from autograd's threads, one for each device
         self._room: Room = {} if room is None else room
+        self.rows: dict[torch.device, Rows] = {
+            device: Rows(device, known.room, known.plans, known.again) for device, known in self._room.items()
+        }
+        """Those that are taken of the tensors of a device."""
+        self._dtypes: set[tuple[torch.device, torch.dtype]] = {
+            (device, dtype) for device in self.rows for dtype in self._room[device].dtypes
+        }
+        self._keys = count()  # gradients are noted from autograd's threads, one for each device
         self._transfers: list[_Transfer] | None = None
 
     # -- taking --------------------------------------------------------------------------------------
@@ -129,8 +137,7 @@ class Ledger:
     def _rows_of(self, tensor: Tensor) -> Rows:
         device = tensor.device
         if device not in self.rows:
-            room, plans = self._room.get(device, ((0, 0, 0), {}))
-            self.rows[device] = Rows(device, room, plans)
+            self.rows[device] = Rows(device)
         if tensor.dtype in READ:
             self._dtypes.add((device, tensor.dtype))
         return self.rows[device]
@@ -147,7 +154,12 @@ class Ledger:
         if self._transfers is None:
             self.take_norms()
             self._transfers = list(self._sent())
-            self._room.update({device: Known(rows.room, rows.plans) for device, rows in self.rows.items()})
+            self._room.clear()
+            self._room.update({device: self._known(device, rows) for device, rows in self.rows.items() if rows.used})
+
+    def _known(self, device: torch.device, rows: Rows) -> Known:
+        dtypes = frozenset(dtype for of, dtype in self._dtypes if of == device)
+        return Known(rows.room, rows.plans, rows.arranged(), dtypes)
 
     def _sent(self) -> Iterator[_Transfer]:
         held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self.rows}
@@ -190,7 +202,7 @@ class Ledger:
         rows, values = self.rows[device], dict[Key, Any]()
         if rows.looked:
             values["table", rows.number] = Table([row.size for row in rows.looked], merged(slots, rows.looked))
-            values |= {(row, "live"): live[row.live : row.live + row.units] for row in rows.looked if row.units}
+            values |= {(row, "live"): row.flags(live) for row in rows.looked if row.units}
         if rows.sized:
             values["norms", rows.number] = merged_norms(squares, rows.sized).tolist()
         return values

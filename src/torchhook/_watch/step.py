@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
@@ -142,8 +144,11 @@ class Step:
         for site, units in live.items():
             found.setdefault(site, {})
             if "dead" in wanted:
-                number = sum(some.mask.numel() for some in units)
-                found[site]["dead"] = (number - sum(int(some.mask.sum()) for some in units)) / number
+                number = alive_units = 0
+                for some in units:
+                    number += some.mask.size
+                    alive_units += np.count_nonzero(some.mask)
+                found[site]["dead"] = (number - alive_units) / number
         self._add_norms(found, numbers, weights, updates, wanted)
         if self.is_shared:
             self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)
@@ -153,8 +158,9 @@ class Step:
         """Which units of rectifiers live."""
         found = {}
         for site, calls in self.masks.items():
-            found[site] = living([None if call is None else (numbers[call[0]], call[1]) for call in calls])
-        return {site: units for site, units in found.items() if units}
+            if units := living([None if call is None else (_flags(numbers[call[0]]), call[1]) for call in calls]):
+                found[site] = units
+        return found
 
     def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
         """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
@@ -286,6 +292,10 @@ def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     for address, leaf in tree.leaves(value):
         if isinstance(leaf, Tensor) and measurable(part := packed(leaf)):
             yield f"{site}[{address}]", part
+
+
+def _flags(found: NDArray[Any] | Tensor) -> NDArray[Any]:
+    return found.numpy() if isinstance(found, Tensor) else found
 
 
 def _dense(gradient: Tensor) -> Tensor:
