@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from torchhook._core.taps import Look
 from torchhook._torch import version_of
@@ -30,6 +30,8 @@ class Looks:
         self.step: Step | None = None
         self.has_rows: bool = measure.needed and not measure.histograms
         """Whether what is wanted of a value may be taken in one pass."""
+        self.kinds: dict[Any, Any] = {}
+        """Devices and dtypes of gradients, each once."""
         self._measure = measure
 
     def begin(self, ledger: Ledger) -> Step:
@@ -182,10 +184,12 @@ class _ParameterGradient:
         if step is None or gradient is None:  # torch calls hooks where none comes (pytorch#11751)
             return
         if type(gradient) is Tensor and self._parameter.grad is None:
-            kind = gradient.device, gradient.dtype, gradient.shape, gradient.layout
-            if kind == self._kind or step.ledger.can_wait(gradient):
-                self._kind = kind
-                step.ledger.norm_soon(self._site, gradient)
+            kind = gradient.device, gradient.dtype
+            # As long as it is the same parameter, its gradients are of one shape: else all looks are made anew.
+            if (kind == self._kind and gradient.layout is strided) or step.ledger.can_wait(gradient):
+                if kind != self._kind:
+                    self._kind = self._looks.kinds.setdefault(kind, kind)
+                step.ledger.norm_soon(self._site, gradient, self._kind)
                 step.parameter_gradients[self._site] = self._site
                 if step.waiting is None or step.waiting() is None:
                     step.wait_for_end()
