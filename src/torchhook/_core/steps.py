@@ -30,6 +30,7 @@ _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_em
 
 _DEEPEST = 2  # PEFT holds a model that generates two levels below its own
 _WIDEST = 8  # who wraps a model has few modules of its own: below more of them are layers
+_MANY = 64  # and so many are layers themselves: a model of thousands is not looked through at each opening
 
 
 def generators(root: nn.Module) -> list[nn.Module]:
@@ -40,7 +41,7 @@ def generators(root: nn.Module) -> list[nn.Module]:
     for _ in range(_DEEPEST):
         below: list[nn.Module | None] = []
         for module in level:
-            if module._modules:
+            if 0 < len(module._modules) <= _MANY:
                 below += module._modules.values()
         level = [module for module in below if module is not None]
         kinds: list[Any] = [type(module) for module in level]
@@ -355,7 +356,13 @@ def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachmen
     # Who only looks, as a guard does, asks for no steps.
     if not modules or not (recording.is_open or any(tap.edits for tap in taps.all())):
         return taps
-    steps = Steps(recording, scope)
+    return between(modules, taps, Steps(recording, scope), recording, attachment)
+
+
+def between(
+    modules: list[nn.Module], taps: Taps, steps: Steps, recording: Recording, attachment: Attachment
+) -> Iterable[Attached]:
+    """Taps, and around them those of the modules whose calls are the steps."""
     attachment.defer(steps.close)
     recording.wait_with(steps.settle)
     begin, end = _Enter(steps), _Leave(steps)

@@ -79,7 +79,7 @@ class Tap:
         self.scope = scope
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
         self.calls = count()
-        self._made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
+        self.made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
 
     def add_edit(self, edit: Edit, first: bool = False) -> None:
         self.edits = [edit, *self.edits] if first else [*self.edits, edit]
@@ -92,7 +92,7 @@ class Tap:
 
     def forget(self, task: int) -> None:
         """Begin to count anew, as if made in the backward pass ``task`` or in none."""
-        self.calls, self._segments, self._made_in = count(), None, task
+        self.calls, self._segments, self.made_in = count(), None, task
         self.ran = self.elsewhere = self.recomputed = 0
 
     @property
@@ -154,7 +154,7 @@ class Tap:
             return value
         task, changes = graph_task(), bool(self.edits or self.aliases)
         again = task != -1 and self.recomputing
-        if changes and task not in (-1, self._made_in) and self.segments.is_older():
+        if changes and task not in (-1, self.made_in) and self.segments.is_older():
             return value
         if again:
             self.recomputed += 1
@@ -228,7 +228,7 @@ class RecordTap(OutputTap):
         self.label = label
         self.scope = scope
         self.calls = count()
-        self._made_in = made_in
+        self.made_in = made_in
         self.keep = keep
         self.rows = rows
         self.order = order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -73,6 +73,14 @@ class Recording:
         if rows is None:
             rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
         return rows
+
+    def renewed(self) -> Recording:
+        """Another for the same sites, of one that nothing was recorded in yet."""
+        new = Recording(self.model_name)
+        new.other_names, new._waits = self.other_names, self._waits.copy()
+        for site, rows in self._rows.items():
+            new._rows[site] = [] if type(rows) is list else deque(maxlen=rows.maxlen)  # type: ignore[union-attr]
+        return new
 
     @property
     def is_open(self) -> bool:
