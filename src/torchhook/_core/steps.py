@@ -21,7 +21,7 @@ from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import frames, graph_task, times_running
+from torchhook._torch import caller, graph_task, times_running
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
 
@@ -90,7 +90,10 @@ class Place(NamedTuple):
 def place(module: nn.Module) -> Place | None:
     """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
     found, prefill, beams = None, False, False
-    for frame in frames(1):
+    above = caller(1)
+    # Not by frames: this is asked at each call of the model, and goes through all of them.
+    while above is not None:
+        frame, above = above, above.f_back
         name = frame.f_code.co_name
         if name == "generate":
             owner = frame.f_locals.get("self")
@@ -114,17 +117,31 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        named = [kwargs.get(name) for name in _TOKENS]
-        tokens = next((one for one in (*named, *args[:1]) if isinstance(one, Tensor) and one.dim() > 1), None)
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        tokens = cache = None
+        for name in _TOKENS:
+            if name in kwargs and _holds_tokens(kwargs[name]):
+                tokens = kwargs[name]
+                break
+        if tokens is None and args and _holds_tokens(args[0]):
+            tokens = args[0]
+        for name in _CACHES:
+            if name in kwargs and kwargs[name] is not None:
+                cache = kwargs[name]
+                break
         where = kwargs.get("cache_position")
         # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
         position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
         return cls(None if tokens is None else tokens.shape[1], cache, position)
 
 
+def _holds_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
 def length(cache: Any) -> Any:
     """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
+    if cache is None:
+        return None
     if isinstance(cache, (tuple, list)):  # of layers, each with its keys and values: batch × heads × tokens × channels
         layer = cache[0] if cache else None
         keys = layer[0] if isinstance(layer, (tuple, list)) and layer else None
@@ -202,7 +219,8 @@ class Steps:
         if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
             self._open_end = given.cache, now
         # One that generated nothing yet may be the beginning of what its cache goes on with.
-        self._passes.add(now, keep=any(other.before is self._passes.latest for other in self._others))
+        others = self._others
+        self._passes.add(now, keep=bool(others) and any(other.before is self._passes.latest for other in others))
         if len(self._passes) > self._trim_at:
             self._trim()
             self._trim_at = 2 * len(self._passes) + 1024
@@ -216,7 +234,9 @@ class Steps:
             trail = self._trail
             cache = trail.alive
             if cache is None:  # the first call of a loop makes the cache that the next one is given
-                cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
+                for name in _CACHES:
+                    if (cache := getattr(output, name, None)) is not None:
+                        break
                 trail.cache = _weak(cache)
             held = length(cache)
             trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
