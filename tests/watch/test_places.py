@@ -142,7 +142,7 @@ def arranged(*tensors: Tensor) -> tuple[Rows, list[Places]]:
 def test_rows_that_are_filled_again_hold_the_statistics_of_numpy_and_unfilled_ones_disturb_none(
     emulated: Kernels,  # noqa: F811
 ) -> None:
-    rows, (one, skipped, other) = arranged(torch.randn(5, 3), torch.randn(9000), torch.randn(2, 2).double())
+    rows, (one, _, other) = arranged(torch.randn(5, 3), torch.randn(9000), torch.randn(2, 2).double())
     first, last, more = torch.randn(5, 3), torch.randn(2, 2).double(), torch.randn(4000)
     found = [one.fill({CPU: rows}, first, None, 0), other.fill({CPU: rows}, last, None, 0)]
     found.append(rows.statistics(more))

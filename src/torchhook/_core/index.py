@@ -63,7 +63,7 @@ class Index:
     def is_as_it_was(self) -> bool:
         """Whether the modules that were found are still where they were."""
         # A loop, as most are short: a generator takes longer to begin than these to look at.
-        for held, name, child in self.followed:
+        for held, name, child in self.followed:  # noqa: SIM110
             if name not in held or held[name] is not child:
                 return False
         return True

@@ -32,7 +32,7 @@ class Reopening:
 
     @classmethod
     def of(cls, taps: Taps, recording: Recording, keeps: list[Keep], index: Index) -> Reopening | None:
-        """How to open a session again that was just built and not opened yet; ``None`` where it does more than record."""
+        """How to open a session again that was just built, not opened; ``None`` where it does more than record."""
         if len(keeps) != 1 or keeps[0].asks_where or not taps.only_record():
             return None
         if is_script(index.root) or any(is_script(target.module) for target, _ in taps.targets.values()):
@@ -63,8 +63,8 @@ class Reopening:
     @staticmethod
     def _put(undo: Undo, taps: Taps) -> None:
         put_before(undo, taps.root_module, taps.root)
-        for target, tap in taps.targets.values():
-            put_after(undo, target.module, tap)
+        for module, tap in taps.outputs():
+            put_after(undo, module, tap)
 
     def note_idle(self, recording: Recording, taps: Taps, warns: bool) -> bool:
         """Note and say that nothing was called, if it was so; as ``Session`` finds it out for each site."""

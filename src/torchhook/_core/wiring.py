@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -79,6 +79,10 @@ class Taps:
 
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
+
+    def outputs(self) -> Iterable[tuple[nn.Module, OutputTap]]:
+        """Modules and the taps behind them."""
+        return self._outputs.values()
 
     def all(self) -> Iterator[Tap]:
         """What values pass in the forward pass: the taps of modules, and those of operations."""
@@ -179,7 +183,7 @@ class Taps:
         """Of those that ``only_record``: whether anything was called, in this session's sight or elsewhere."""
         if self.root.ran or self.root.elsewhere:
             return True
-        for _, tap in self.targets.values():
+        for _, tap in self.targets.values():  # noqa: SIM110  # which takes longer
             if tap.ran or tap.elsewhere or tap.recomputed:
                 return True
         return False

@@ -56,7 +56,20 @@ class Arrangement:
 class Place:
     """One row, and what a tensor has to be like to go there."""
 
-    __slots__ = ("aligned", "dtype", "key", "launch", "live", "of", "programs", "row", "shape", "slots", "stride", "unit")
+    __slots__ = (
+        "aligned",
+        "dtype",
+        "key",
+        "launch",
+        "live",
+        "of",
+        "programs",
+        "row",
+        "shape",
+        "slots",
+        "stride",
+        "unit",
+    )
 
     def __init__(self, of: Arrangement, row: Row, tensor: Tensor, unit: int | None, plan: Any, bytes_each: int) -> None:
         self.of, self.row, self.unit = of, row, unit
@@ -74,7 +87,8 @@ class Places:
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: list[Place | None] = []
+        self._known: list[Any] = []
+        """A ``Place`` for each turn, or none where nothing of its own was shown."""
 
     def fill(self, by_device: Mapping[Any, Rows], tensor: Tensor, unit: int | None, turn: int) -> Row | None:
         """Look at a tensor like those before, as ``Rows.again`` does; ``None`` where it is not."""
@@ -95,7 +109,7 @@ class Places:
                 and place.aligned is (pointer % 16 == 0)
             )
             if fits:
-                rows.free.remove(place.key)  # type: ignore[union-attr]
+                rows.free.remove(place.key)
         except RuntimeError:  # wrappers have no memory, and other layouts no strides
             return None
         except LookupError:  # not known yet, or another thread was here
@@ -108,7 +122,8 @@ class Places:
             place.launch(place.programs, pointer, slots, live)
         else:
             rows.run(place.launch, place.programs, pointer, slots, live)
-        return place.row
+        row: Row = place.row
+        return row
 
     def _take(self, rows: Rows, tensor: Tensor, unit: int | None, turn: int) -> Row | None:
         row = rows.again(tensor, unit)
