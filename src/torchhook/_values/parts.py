@@ -222,6 +222,11 @@ def _row_dim(tensor: Tensor, known: KnownHeads) -> int:
     return 0
 
 
+def position_dim(tensor: Tensor, heads: Which, known: KnownHeads) -> int:
+    """The dim that positions are chosen in, where no other one is named."""
+    return _position_dim(tensor, None if heads is None else _head_axis(tensor, heads, known), known)
+
+
 def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads) -> int:
     """The dim of the tokens; of (N, D) a feature would be taken for one, but not of whole numbers."""
     ids = tensor.dim() == 2 and not tensor.is_floating_point()
