@@ -20,10 +20,9 @@ from torch import Tensor
 
 from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range
-from torchhook._values.heads import unknown
+from torchhook._values.heads import Where, has_heads, unknown
 from torchhook._values.kept_parts import Only, Placed
-from torchhook._values.kept_tokens import Where, dim_of_tokens, padding_along, unpadded
-from torchhook._values.padding import Known
+from torchhook._values.padding import Known, dim_of_tokens, padding_along, unpadded
 from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
@@ -127,14 +126,15 @@ def _unless_default(masked: bool) -> bool | None:
 
 
 def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool | None, known: Where) -> Tensor:
-    named, heads_first = dims is not None, tensor.dim() == 4 and known().comes_first
+    named, time = dims is not None, None
+    if tensor.dim() == 4 and has_heads(tensor.shape, known()):
+        time = dim_of_tokens(tensor, known, f"pool({how!r})")
     if dims is None:
-        # Of a map (N, C, H, W) in some attention of its own, sizes alone would take a row of pixels for heads.
-        dims = (1,) if tensor.dim() == 3 else (2,) if heads_first else tuple(range(2, tensor.dim()))
+        dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim())) if time is None else (time,)
     # To torch, no dims are all dims.
     if not dims:
         return tensor
-    real = None if masked is False else padding.real(tensor, dims, named, 2 if heads_first else None)
+    real = None if masked is False else padding.real(tensor, dims, named, time)
     return _POOLS[how](tensor, dims) if real is None else _pool_of(tensor, how, dims, real)
 
 

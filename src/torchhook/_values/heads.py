@@ -7,7 +7,7 @@ two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -72,6 +72,10 @@ class KnownHeads(NamedTuple):
 
 
 UNKNOWN = KnownHeads()
+
+
+Where = Callable[[], KnownHeads]
+"""Asks what is known at a site, which most values never want to know."""
 
 
 def unknown() -> KnownHeads:
@@ -180,3 +184,16 @@ def token_dim(
         f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(shape)}.",
         _NAME_POSITIONS,
     )
+
+
+def has_heads(shape: Sequence[int], known: KnownHeads) -> bool:
+    """Whether four dims are surely tokens, heads and channels, and no map ``(N, C, H, W)``, which attention has, too.
+
+    >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,))
+    >>> has_heads((1, 4, 5, 8), known), has_heads((1, 32, 4, 4), known)
+    (True, False)
+    """
+    if len(shape) != 4 or not known.counts:
+        return False
+    # By two numbers that agree: a map may be as high as there are heads.
+    return known.comes_first or (any(shape[dim] in known.counts for dim in (1, 2)) and shape[3] in known.dims)

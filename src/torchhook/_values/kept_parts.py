@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._values import padding, parts, tree
-from torchhook._values.heads import KnownHeads, NoPart, unknown
-from torchhook._values.kept_tokens import Where
+from torchhook._values.heads import KnownHeads, NoPart, Where, unknown
 from torchhook._values.padding import Known
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError

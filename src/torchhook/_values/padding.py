@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchhook._torch import compiler
+from torchhook._values.heads import NoPart, Where, token_dim, unknown
 from torchhook.errors import TransformError
 
 _WAY_OUT = (
@@ -286,3 +287,38 @@ def places(mask: Tensor, positions: Sequence[int]) -> Tensor:
             f"tokens at {list(positions)}: row {row} of the batch has {int(counts[row])} that are not padding."
         )
     return order.gather(1, wanted)
+
+
+# -- tokens that a transform is about --------------------------------------------------------------------
+
+
+def dim_of_tokens(tensor: Tensor, heads: Where, name: str) -> int:
+    """The dim of the tokens; dim 1 where no attention is around."""
+    if tensor.dim() == 3:  # as nearly always: nobody need be asked
+        return 1
+    try:
+        return token_dim(tensor.shape, heads(), otherwise=1)
+    except NoPart as error:
+        way = "Put them next to the rows first, by a function before it: lambda value: value.transpose(1, 2)."
+        raise TransformError(f"{name}: {error.why} {way}") from None
+
+
+def padding_along(tensor: Tensor, dims: Sequence[int] | None, heads: Where, name: str) -> tuple[Tensor | None, int]:
+    """The mask of a value's tokens, and their dim; no mask where that is none of ``dims``, which are all for ``None``.
+
+    >>> with knowing(given("lengths=", [1, 2], 2)):
+    ...     padding_along(torch.zeros(2, 2, 4), [1], unknown, "pool")[0].tolist()
+    [[True, False], [True, True]]
+    """
+    if tensor.dim() < 3 or known() is None:
+        return None, 1
+    time = dim_of_tokens(tensor, heads, name)
+    asked = dims is None or time in {dim % tensor.dim() for dim in dims}
+    return (mask_of(tensor, time) if asked else None), time
+
+
+def unpadded(tensor: Tensor, mask: Tensor, time: int) -> list[Tensor]:
+    """Each row as a batch of its own, without its padding."""
+    # From the host: the device need not be waited for.
+    places = [row.nonzero().squeeze(1).to(tensor.device, non_blocking=True) for row in mask]
+    return [tensor[i : i + 1].index_select(time, places[i]) for i in range(len(tensor))]

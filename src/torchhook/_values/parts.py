@@ -263,6 +263,16 @@ def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
             )
 
 
+def once_each(tensor: Tensor, known: KnownHeads) -> Tensor:
+    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is."""
+    if not known.shared or tensor.dim() != 4:
+        return tensor
+    axis = head_axis(tensor.shape, known)
+    if axis.copies > 1:
+        refuse_other_copies(tensor, axis)
+    return tensor if axis.copies == 1 else _copy(axis, 0, tensor)
+
+
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
