@@ -124,10 +124,14 @@ class Forward:
         if known and not self.padding.tried:
             own = self.padding(given, batch, None, wanted=False) if said else known
             trial = Trial(call, known, own, self.heads, whole, self._in_halves())
-        self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
+        inner = put if trial is None else trial.keep(put)
+        # By the ids on the host, too.
+        self._run(call, device, self._without_special(given, inner), known, stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
-            self.padding.tried = trial.run(lambda one, look: self._run(one, device, look, {}, stop=True))
+            self.padding.tried = trial.run(
+                lambda one, look: self._run(one, device, self._without_special(one, look), {}, stop=True)
+            )
 
     def _run(
         self,
@@ -140,7 +144,6 @@ class Forward:
     ) -> None:
         # For each batch, because a session opens once; the index serves all of them.
         session = Session(self.model, index=self.index, warn=False)
-        put = self._without_special(call, put) if self.special else put
         for target in self.targets:
             site = str(target.site)
             if see is not None:
@@ -164,8 +167,12 @@ class Forward:
         return move
 
     def _without_special(self, call: Inputs, put: Put) -> Put:
-        """``put``, given the tokens of each row that are neither padding nor special."""
-        rows = next((len(ids) for ids in token_ids(call).values()), 0)
+        """``put``, given the tokens of each row that are neither padding nor special, where those are left out."""
+        if not self.special:
+            return put
+        rows = next((len(ids) for ids in token_ids(call).values()), None)
+        if rows is None:
+            raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
         choice = TokenChoice(call, rows, 0, self.special, None, maps=False)
 
         def cut(site: str, value: Any) -> None:
