@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Any
@@ -29,7 +29,7 @@ from torchhook.edits.changing import (
     with_nested,
     with_recorded,
 )
-from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
 from torchhook.errors import EditError
 
 
@@ -303,6 +303,9 @@ class At(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return At(self.leaf, placed(self.edit, site, known))
+
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        return steps_to_come(self.edit)
 
 
 KINDS = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch, At)
