@@ -277,7 +277,7 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     torch.Size([4, 2, 3])
 
     Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
-    ``edits.along``. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    ``edits.along``. Of keys and values that a kernel wants repeated (``@k``, ``@v``), each head is kept once. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
     """
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")

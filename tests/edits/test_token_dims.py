@@ -97,7 +97,10 @@ def recorded(attention: Attention, name: str, ids: Tensor) -> tuple[Recording, T
     """What passes the site, and what the projection makes, as a bare hook sees it."""
     seen: list[Tensor] = []
     site = attention.site(name)
-    with attention.hooked(name, lambda part: (seen.append(part.clone()), part)[1]), th.capture(attention.model, site) as rec:
+    with (
+        attention.hooked(name, lambda part: (seen.append(part.clone()), part)[1]),
+        th.capture(attention.model, site) as rec,
+    ):
         attention(ids)
     return rec, seen[-1]  # names are looked for before
 
@@ -224,7 +227,11 @@ def test_a_head_that_is_repeated_may_hold_anything() -> None:
     """A NaN is like another, and an edit's gradient is that of the projection."""
     model, call = small_llama(attn_implementation="eager")
     vector = torch.full((8,), torch.nan)
-    with torch.no_grad(), th.edit(model, {"@v.0": [edits.only(edits.add(vector), heads=0)] * 2}), th.capture(model, "@v.0") as rec:
+    with (
+        torch.no_grad(),
+        th.edit(model, {"@v.0": [edits.only(edits.add(vector), heads=0)] * 2}),
+        th.capture(model, "@v.0") as rec,
+    ):
         model(**call)
     assert rec["@v.0"][:, :2].isnan().all()
     assert not rec["@v.0"][:, 2:].isnan().any()

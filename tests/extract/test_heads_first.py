@@ -137,7 +137,11 @@ def test_after_a_function_of_ones_own_sizes_tell_or_it_is_said() -> None:
     with torch.no_grad(), th.capture(model, "@q.0", transform=turned) as rec:
         model(**call)
     assert torch.equal(rec["@q.0"], whole["@q.0"][:, :, -1])
-    with torch.no_grad(), th.capture(model, "@q.0", transform=turned), pytest.raises(th.errors.TransformError, match="heads may be dim 1 or dim 2"):
+    with (
+        torch.no_grad(),
+        th.capture(model, "@q.0", transform=turned),
+        pytest.raises(th.errors.TransformError, match="heads may be dim 1 or dim 2"),
+    ):
         model(call["input_ids"][:, :4])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-
 # By what these compute of values of four dims, heads come before queries.
 _HEADS_FIRST = ("scaled_dot_product_attention", "softmax")
 

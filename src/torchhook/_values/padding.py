@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchhook._torch import compiler
-from torchhook._values.heads import NoPart, Where, token_dim, unknown
+from torchhook._values.heads import NoPart, Where, token_dim
 from torchhook.errors import TransformError
 
 _WAY_OUT = (
