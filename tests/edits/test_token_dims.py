@@ -1,4 +1,4 @@
-"""Tokens and heads of what attention takes: the same, whatever the kernel, as bare hooks on the projections make them."""
+"""Tokens and heads of what attention takes: whatever the kernel, what bare hooks on the projections make of them."""
 
 from __future__ import annotations
 

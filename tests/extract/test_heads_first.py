@@ -1,4 +1,4 @@
-"""Tokens of what attention takes, ``(N, heads, T, D)``: streams, statistics and stores, judged by bare hooks and numpy."""
+"""Tokens of what attention takes, ``(N, heads, T, D)``: streams, statistics and stores, by bare hooks and numpy."""
 
 from __future__ import annotations
 

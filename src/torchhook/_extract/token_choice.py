@@ -47,6 +47,15 @@ def _named_ids(model: nn.Module, name: str) -> frozenset[int]:
     return frozenset(int(one) for one in flat if one is not None)
 
 
+def without(special: frozenset[int]) -> str:
+    """Which tokens are left out, for the manifest of a store: nothing, where none are.
+
+    >>> without(frozenset([2, 1]))
+    ', without the tokens [1, 2]'
+    """
+    return f", without the tokens {sorted(special)}" if special else ""
+
+
 class TokenChoice:
     """The tokens of the values of one batch.
 

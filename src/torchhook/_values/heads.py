@@ -1,8 +1,9 @@
 """Which dim of a value is the heads', and which the tokens': the one place where this is decided.
 
 Heads have a dim of their own, or lie side by side in one that they share; tokens are the dim after the rows, unless
-heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the value; where the
-two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
+heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the
+value; where the two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a
+size alone.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ def only(
 
     Args:
         edit: One of the catalogue, a function of a value, or a list of these.
-        positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first. A table with a line for each row of the batch
-            chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``, for which the edit sees
-            ``x[mask]``. While a model generates, a call after the first holds the new token alone: add ``steps=0`` for
-            positions of the prompt.
+        positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first. A table
+            with a line for each row of the batch chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``,
+            for which the edit sees ``x[mask]``. While a model generates, a call after the first holds the new token
+            alone: add ``steps=0`` for positions of the prompt.
         rows: Which rows of the batch, dim 0.
         heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. At ``@k`` and
             ``@v`` they are counted as keys and values have them, also where a kernel is given each of them once for
