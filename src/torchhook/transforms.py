@@ -134,7 +134,7 @@ def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool |
     # To torch, no dims are all dims.
     if not dims:
         return tensor
-    real = None if masked is False else padding.real(tensor, dims, named, time)
+    real = None if masked is False else padding.real(tensor, dims, named, time, known)
     return _POOLS[how](tensor, dims) if real is None else _pool_of(tensor, how, dims, real)
 
 
@@ -208,7 +208,7 @@ def _tokens(
     if lengths is not None:
         mask = padding.given("lengths=", lengths, len(tensor)).at(len(tensor), tensor.shape[1])
     else:
-        mask = None if masked is False else padding.mask_of(tensor)
+        mask = None if masked is False else padding.mask_of(tensor, 1, known)
     if which == "patches":
         if mask is not None:
             raise TransformError(

@@ -78,6 +78,7 @@ class TokenChoice:
         try:
             if isinstance(value, Rows):
                 return self._of_rows(name, value)
+            value = self._unfolded(value, heads)
             if value.dim() == 4 and self.channel is None and self._has_heads(value, heads()):
                 value = _tokens_first(name, value, heads()).flatten(2)
             tokens, width = self._flat(name, value)
@@ -99,6 +100,7 @@ class TokenChoice:
         """The tokens of each row, where a value has any; what is made of all tokens of a row stays as it is."""
         if not isinstance(value, Tensor) or value.is_nested or value.dim() < 3:
             return value
+        value = self._unfolded(value, heads)
         check_number_of_rows(name, value, self.rows)
         first = value if value.dim() == 3 else _tokens_first(name, value, heads())
         try:
@@ -112,6 +114,12 @@ class TokenChoice:
         places = wanted.reshape(-1).nonzero().squeeze(1)
         chosen = first.flatten(0, 1).index_select(0, places.to(first.device, non_blocking=True))
         return Rows(chosen.split(wanted.sum(1).tolist()))
+
+    def _unfolded(self, value: Tensor, heads: Where) -> Tensor:
+        """``(N, heads, T, D)``, where a product has made one dim of rows and heads."""
+        if value.dim() != 3 or len(value) == self.rows or len(value) != self.rows * heads().folded:
+            return value
+        return value.unflatten(0, (self.rows, -1))
 
     def _has_heads(self, value: Tensor, known: KnownHeads) -> bool:
         """Whether heads have a dim of their own; who takes no maps need not fear to take one for heads."""

@@ -61,6 +61,11 @@ class KnownHeads(NamedTuple):
         """Whether heads are dim 1 of four, whatever the sizes: by the operation, or by what else is known."""
         return self.heads_first or self.op in _HEADS_FIRST
 
+    @property
+    def folded(self) -> int:
+        """How many heads each row has in dim 0 of a value of three dims: products may be of rows and heads as one."""
+        return self.queries or 1 if self.comes_first and not self.joined else 1
+
     def by_sizes(self) -> KnownHeads:
         """What is left to know where somebody's function may have moved the dims."""
         return self._replace(op=None, heads_first=False)
