@@ -60,12 +60,21 @@ class TokenChoice:
     """The tokens of the values of one batch.
 
     ``maps`` says that values may be maps ``(N, C, H, W)``, whose tokens are pixels; ``channel`` is the dim of a row
-    that holds the numbers of a token, where that is not the last, or the first of a map.
+    that holds the numbers of a token, where that is not the last, or the first of a map. ``checked`` are the sites
+    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU.
     """
 
     def __init__(
-        self, call: Inputs, rows: int, start: int, special: frozenset[int], channel: int | None, maps: bool
+        self,
+        call: Inputs,
+        rows: int,
+        start: int,
+        special: frozenset[int],
+        channel: int | None,
+        maps: bool,
+        checked: set[str] | None = None,
     ) -> None:
+        self.checked = set() if checked is None else checked
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
         self.special = torch.tensor(sorted(special)) if special else None
         self.ids = token_ids(call) if special else {}
@@ -80,7 +89,7 @@ class TokenChoice:
                 return self._of_rows(name, value)
             value = self._unfolded(value, heads)
             if value.dim() == 4 and self.channel is None and self._has_heads(value, heads()):
-                value = _tokens_first(name, value, heads()).flatten(2)
+                value = _tokens_first(name, value, heads(), self.checked).flatten(2)
             tokens, width = self._flat(name, value)
             mask = self._mask(value, width)
         except TransformError as error:
@@ -102,7 +111,7 @@ class TokenChoice:
             return value
         value = self._unfolded(value, heads)
         check_number_of_rows(name, value, self.rows)
-        first = value if value.dim() == 3 else _tokens_first(name, value, heads())
+        first = value if value.dim() == 3 else _tokens_first(name, value, heads(), self.checked)
         try:
             mask = self._mask(first, first.shape[1])
         except TransformError as error:
@@ -203,19 +212,22 @@ class TokenChoice:
         return Block(torch.cat(rows), numbers, positions)
 
 
-def tokens_first(name: str, value: Tensor, heads: Where) -> Tensor:
+def tokens_first(name: str, value: Tensor, heads: Where, checked: set[str]) -> Tensor:
     """``(N, T, heads, D)`` of ``(N, heads, T, D)``; any other value as it is."""
     if value.dim() != 4 or value.is_nested or not has_heads(value.shape, heads()):
         return value
-    return _tokens_first(name, value, heads())
+    return _tokens_first(name, value, heads(), checked)
 
 
-def _tokens_first(name: str, value: Tensor, known: KnownHeads) -> Tensor:
+def _tokens_first(name: str, value: Tensor, known: KnownHeads, checked: set[str]) -> Tensor:
     """``(N, T, …)``, where tokens may come after the heads, and heads may be repeated, which one batch may need."""
     if not known.counts:
         raise _no_tokens(name, value)
     try:
-        return once_each(value, known).movedim(token_dim(value.shape, known), 1)
+        once = once_each(value, known, name not in checked)
+        if once is not value:
+            checked.add(name)
+        return once.movedim(token_dim(value.shape, known), 1)
     except NoPart as error:
         raise _no_tokens(name, value, f": {error.why}") from None
 

@@ -264,14 +264,17 @@ def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
             )
 
 
-def once_each(tensor: Tensor, known: KnownHeads) -> Tensor:
-    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is."""
-    if not known.shared or tensor.dim() != 4:
+def once_each(tensor: Tensor, known: KnownHeads, check: bool = True) -> Tensor:
+    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is.
+
+    ``check`` that copies are the same makes the host wait for a GPU.
+    """
+    axis = head_axis(tensor.shape, known) if known.shared and tensor.dim() == 4 else None
+    if axis is None or axis.copies == 1:
         return tensor
-    axis = head_axis(tensor.shape, known)
-    if axis.copies > 1:
+    if check:
         refuse_other_copies(tensor, axis)
-    return tensor if axis.copies == 1 else _copy(axis, 0, tensor)
+    return _copy(axis, 0, tensor)
 
 
 def _identity(tensor: Tensor) -> Tensor:
