@@ -128,7 +128,8 @@ class TokenChoice:
         """``(N, heads, T, D)``, where a product has made one dim of rows and heads."""
         if value.dim() != 3 or len(value) == self.rows or len(value) != self.rows * heads().folded:
             return value
-        return value.unflatten(0, (self.rows, -1))
+        unfolded: Tensor = value.unflatten(0, (self.rows, -1))
+        return unfolded
 
     def _has_heads(self, value: Tensor, known: KnownHeads) -> bool:
         """Whether heads have a dim of their own; who takes no maps need not fear to take one for heads."""
