@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchhook._values import padding, parts, tree
-from torchhook._values.elements import in_range
+from torchhook._values.elements import in_range, least
 from torchhook._values.heads import Where, has_heads, unknown
 from torchhook._values.kept_parts import Only, Placed
 from torchhook._values.padding import Known, dim_of_tokens, padding_along, unpadded
@@ -147,19 +147,13 @@ def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool |
 def _pool_of(tensor: Tensor, how: str, dims: tuple[int, ...], real: Tensor) -> Tensor:
     """What a pool gives of the real elements; the others may hold anything, a NaN too."""
     if how == "max":
-        return tensor.masked_fill(~real, _least(tensor.dtype)).amax(dims)
+        return tensor.masked_fill(~real, least(tensor.dtype)).amax(dims)
     kept = torch.where(real, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
     if how == "sum" or not (tensor.is_floating_point() or tensor.is_complex()):
         return _POOLS[how](kept, dims)  # torch itself refuses the mean of integers
     # The sum of many halves is beyond their range, their mean is not: torch's own mean sums in float too.
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return (kept.sum(dims, dtype=wide) / real.expand(tensor.shape).sum(dims)).to(tensor.dtype)
-
-
-def _least(dtype: torch.dtype) -> float | int:
-    if dtype.is_floating_point:
-        return float("-inf")
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def tokens(

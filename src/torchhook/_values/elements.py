@@ -165,3 +165,14 @@ def floats(tensor: Tensor) -> Tensor | None:
 def widest(device: torch.device) -> torch.dtype:
     """The most exact dtype that a device computes with."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def least(dtype: torch.dtype) -> float | int:
+    """What no number of a dtype is less than.
+
+    >>> least(torch.float16), least(torch.int8), least(torch.bool)
+    (-inf, -128, 0)
+    """
+    if dtype.is_floating_point:
+        return float("-inf")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
