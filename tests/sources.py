@@ -150,6 +150,32 @@ def private_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
             yield f".{name}"
 
 
+# -- errors -------------------------------------------------------------------------------------------------
+
+ANYTHING = {"Exception", "BaseException"}
+
+
+def unexplained(text: str) -> Iterator[int]:
+    """The lines that swallow whatever is raised, and have no comment that says why anything may come there.
+
+    The comment stands behind the line, before it, or in the handler. A handler that always raises swallows nothing.
+    """
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+    for node in ast.walk(ast.parse(text)):
+        first, last = 0, 0
+        if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
+            caught = {getattr(one, "id", "") for one in ast.walk(node.type)} if node.type else ANYTHING
+            first, last = (node.lineno, node.end_lineno or 0) if caught & ANYTHING else (0, 0)
+        elif called(node) == "suppress" and ANYTHING & {getattr(one, "id", "") for one in node.args}:
+            first = last = node.lineno
+        if first and not comments & set(range(first - 1, last + 1)):
+            yield first
+
+
 # -- size ----------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from tests.sources import (
     private_attributes,
     private_paths,
     relative,
+    unexplained,
     users_of,
 )
 
@@ -108,6 +109,15 @@ def test_no_function_has_more_than_20_branches() -> None:
 def test_there_are_at_least_4_comments_for_100_lines_of_code() -> None:
     counts = [comments_and_code(path.read_text(encoding="utf-8")) for path in FILES]
     assert 100 * sum(comments for comments, _ in counts) / sum(code for _, code in counts) >= 4
+
+
+def test_what_swallows_any_error_says_why_anything_may_come_there() -> None:
+    """As a user's own code does. What is not expected is a fault of ours, and must be heard of."""
+    found = {relative(path): list(unexplained(path.read_text(encoding="utf-8"))) for path in FILES}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert list(unexplained("try:\n    f()\nexcept Exception:\n    pass\n")) == [3]
+    assert list(unexplained("with contextlib.suppress(ValueError, Exception):\n    f()\n")) == [1]
+    assert list(unexplained("try:\n    f()\nexcept Exception:  # theirs\n    pass\n")) == []
 
 
 # -- who may know what ------------------------------------------------------------------------------------------------
