@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torchhook as th
+from tests.language_models import made
 from tests.models import Restless
 from tests.oracle import assert_same, hooks_on, snapshot
 from torchhook.errors import NoAttentionError
@@ -204,11 +205,7 @@ def test_vit_tiny_fused_equals_unfused() -> None:
 
 
 def test_grouped_queries_of_a_real_model_are_what_it_reports_itself() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**options, intermediate_size=64, vocab_size=60, attn_implementation="eager")
-    model = LlamaForCausalLM(config).eval()
+    model = made("llama", attn_implementation="eager", num_hidden_layers=2)
     ids = torch.randint(3, 50, (2, 7))
     with torch.no_grad():
         told = model(input_ids=ids, output_attentions=True).attentions
