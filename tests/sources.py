@@ -151,6 +151,32 @@ def private_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
             yield f".{name}"
 
 
+# -- what nobody uses -------------------------------------------------------------------------------------------
+
+
+def mentioned(tree: ast.AST) -> set[str]:
+    """Every name that a file loads, imports, or has in a string, as ``__all__`` and annotations do."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, (ast.Attribute, ast.alias)):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.name.rpartition(".")[2])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(re.findall(r"[A-Za-z_]\w*", node.value))
+    return found
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """What stands in a file by itself: functions, classes, constants. A decorator may have a use for what it gets."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list:
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
 # -- errors -------------------------------------------------------------------------------------------------
 
 ANYTHING = {"Exception", "BaseException"}

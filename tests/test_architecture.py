@@ -14,10 +14,13 @@ from tests.sources import (
     TREES,
     branches,
     comments_and_code,
+    defined,
     gathered,
     imported,
+    mentioned,
     own_names,
     packages,
+    private,
     private_attributes,
     private_paths,
     relative,
@@ -109,6 +112,17 @@ def test_no_function_has_more_than_20_branches() -> None:
 def test_there_are_at_least_4_comments_for_100_lines_of_code() -> None:
     counts = [comments_and_code(path.read_text(encoding="utf-8")) for path in FILES]
     assert 100 * sum(comments for comments, _ in counts) / sum(code for _, code in counts) >= 4
+
+
+def test_nothing_stands_about_unused() -> None:
+    known = {file: mentioned(tree) for file, tree in TREES.items()}
+    anywhere = set().union(*known.values())
+
+    def unused(tree: ast.AST, file: str) -> Iterator[str]:
+        # A private name is of use in its own file, or nowhere.
+        yield from (name for name in defined(tree) if name not in (known[file] if private(name) else anywhere))
+
+    assert {file: names for file, names in gathered(unused).items() if names - {"__all__"}} == {}
 
 
 def test_what_swallows_any_error_says_why_anything_may_come_there() -> None:

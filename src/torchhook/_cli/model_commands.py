@@ -341,6 +341,3 @@ def _model(
     if not silent:
         models.say_random(name, weights, pretrained)
     return net
-
-
-COMMANDS = (layers, run, report, diff)
