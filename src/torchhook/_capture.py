@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.index import Index, unwrapped
-from torchhook._core.keep import Keep, Transform
+from torchhook._core.keep import Keep
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
 from torchhook._core.select import Selector, Target, resolve
@@ -19,6 +19,7 @@ from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
+from torchhook.transforms import Transform
 
 Edits = Mapping[Any, Any]
 Gather = Literal["local", "full"]

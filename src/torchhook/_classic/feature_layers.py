@@ -22,11 +22,12 @@ from torch import nn
 
 from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
-from torchhook._classic.featured import Featured, Named, Transform
+from torchhook._classic.featured import Featured, Named
 from torchhook._core.index import Index
 from torchhook._layers.api import layers
 from torchhook._torch import compiler
 from torchhook.errors import ArgumentError, SelectorError
+from torchhook.transforms import Transform
 
 
 class FeatureLayers(Featured):

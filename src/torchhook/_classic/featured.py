@@ -26,8 +26,8 @@ from torchhook._recording.address import Calls, parse
 from torchhook._torch import compiler
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
+from torchhook.transforms import Transform
 
-Transform = Callable[[Any], Any]
 Named = list[tuple[str, Any]]
 
 

@@ -28,8 +28,7 @@ from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
-
-Transform = Callable[[Any], Any]
+from torchhook.transforms import Transform
 
 MODES = ("copy", "live", "reference", "clone")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchhook import _torch
 
-_ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
+ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 # What a class may raise that has no answer to an operation.
 _NO_ANSWER = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
@@ -37,7 +37,7 @@ def faked_like(tensor: Tensor, other: Tensor) -> Tensor:
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor answers operations by itself, so that its memory is not its numbers, or is none."""
     kind = type(tensor)
-    return kind not in _ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not tensor.is_nested
+    return kind not in ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not tensor.is_nested
 
 
 def plain(tensor: Tensor) -> Tensor | None:
@@ -52,7 +52,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     if is_fake(tensor):
         return None
     if not is_wrapper(tensor):
-        return tensor if type(tensor) in _ORDINARY or tensor.is_nested else tensor.as_subclass(Tensor)
+        return tensor if type(tensor) in ORDINARY or tensor.is_nested else tensor.as_subclass(Tensor)
     with torch.no_grad():
         for way in (_dequantized, _copied):
             try:
