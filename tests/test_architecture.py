@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -55,6 +56,28 @@ def test_a_room_with_an_api_is_entered_through_it() -> None:
 
     assert {"_guard", "_watch", "_cam", "_report", "_cli", "_features", "_extract", "_classic"} <= ROOMS
     assert gathered(entering) == {}
+
+
+def layers_of(container: str) -> dict[str, int]:
+    """How high each module of a package stands, by the contract that ``lint-imports`` checks."""
+    text = (ROOT.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (lines,) = re.findall(rf'containers = \["{re.escape(container)}"\]\nlayers = \[(.*?)\n\]', text, re.DOTALL)
+    layers = [re.findall(r"\w+", line) for line in lines.splitlines() if line.strip()]
+    return {name: height for height, names in enumerate(reversed(layers)) for name in names}
+
+
+@pytest.mark.parametrize(("head", "container", "left_out"), [
+    ("| file | what it knows |", "torchhook._core", set()),
+    ("| room | what is in it |", "torchhook", {"__main__", "_version"}),
+])  # fmt: skip
+def test_the_map_of_the_house_has_everything_in_import_order(head: str, container: str, left_out: set[str]) -> None:
+    page = (ROOT / "_core" / "README.md").read_text(encoding="utf-8")
+    rows = itertools.takewhile(lambda line: line.startswith("|"), page.partition(head)[2].strip().splitlines())
+    listed = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
+    known = layers_of(container)
+    assert {name for names in listed for name in names} == known.keys() - left_out
+    heights = [[known[name] for name in names] for names in listed if names]
+    assert all(max(one) <= min(other) for one, other in itertools.pairwise(heights))
 
 
 # -- torch ---------------------------------------------------------------------------------------------------------
