@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -18,7 +18,7 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Rows
 from torchhook._recording.tables import Table
@@ -171,9 +171,14 @@ class Taps:
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
-        if self._gradients and not self._is_complete:
+        if self._is_complete:
+            return
+        if self._gradients:
             root = self._output_tap(self.index.root, "")
             root.add_alias(self.aliases.settle_after)
+        for site, (_, tap) in self.targets.items():
+            if site.role and (ask := naming.eval_only(self.index, site)) is not None:
+                tap.add_look(_asking(ask), first=True)
         self._is_complete = True
 
     def forget(self) -> None:
@@ -268,6 +273,10 @@ class Taps:
         if known is None:
             known = self._outputs[id(module)] = (module, OutputTap(path, self._seen_from))
         return known[1]
+
+
+def _asking(ask: Callable[[], None]) -> Look:
+    return lambda value, call: ask()
 
 
 def _pass_tensor(tap: Tap, target: Target) -> None:

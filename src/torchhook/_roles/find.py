@@ -35,6 +35,7 @@ def found(model: nn.Module, inputs: Inputs) -> Roles:
     sites = {name: site for name, site in named.sites.items() if name not in refused}
     result = Roles(sites, refused, type(model).__name__)
     result.times = judge.times
+    result.eval_only = {name: judge.eval_only[name] for name in sites if name in judge.eval_only}
     return result
 
 

@@ -53,6 +53,7 @@ def roles(model: nn.Module, inputs: Any = None, *, table: Mapping[str, str] | No
         refused = {name: why for name, why in proven.refused.items() if name not in own}
         result = Roles({**proven.sites, **own}, refused, type(root).__name__)
         result.times = proven.times
+        result.eval_only = {name: why for name, why in proven.eval_only.items() if name not in own}
     naming.remember(root, result)
     return result
 
