@@ -21,6 +21,7 @@ from torchhook._core.select import resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._roles.claims import Claim, Values
+from torchhook._roles.probe import runs
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Tensor], Tensor]
@@ -77,7 +78,7 @@ class Judge:
             try:
                 values = self._run(probe, claims, {}, self.times)
             except Exception:
-                if not how:
+                if not how or runs(self._model, probe):
                     raise
                 continue  # a way to call it that was ours, not the user's, and is not the model's
             for claim in claims:
@@ -102,11 +103,14 @@ class Judge:
         times: dict[Site, set[int]] = {}
         # More than once: what is dropped now and then is not dropped each time.
         for seed in range(_TRAINING_RUNS if sums else 0):
-            try:
-                with calling.in_mode(self._model, training=True):
+            with calling.in_mode(self._model, training=True):
+                try:
                     values = self._run(self._probes[0][1], sums, {}, times, seed)
-            except Exception:  # it need not run so on these inputs
-                return
+                except Exception:
+                    self._restore()
+                    if runs(self._model, self._probes[0][1]):
+                        raise
+                    return  # it need not run so on these inputs
             for claim in sums:
                 if any(values[site] is None and site not in self._several for site in claim.needs):
                     continue  # whole layers may be dropped
