@@ -174,7 +174,9 @@ def test_a_place_without_attention_is_refused_before_anything_runs() -> None:
 
 def test_an_address_that_is_advised_exists() -> None:
     model: Any = small_gpt2(attn_implementation="sdpa")[0]
-    with pytest.raises(EditError, match=r"@q\.1: .*this is transformer\.h\.1\.attn/scaled.*:input\.args\.0\. Name") as told:
+    with pytest.raises(
+        EditError, match=r"@q\.1: .*this is transformer\.h\.1\.attn/scaled.*:input\.args\.0\. Name"
+    ) as told:
         th.edit(model, {"@q.1": edits.block(3, 1)}).open()
     (advised,) = re.findall(r"takes: '(.*?)'", str(told.value))
     ids = torch.tensor([[1, 2, 3, 4]])

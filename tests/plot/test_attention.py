@@ -186,9 +186,9 @@ def test_wrong_options_are_refused(weights: torch.Tensor) -> None:
         attention(weights, query=6)
     with pytest.raises(IndexError, match="sample=2"):
         attention(weights, sample=2)
-    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+    with pytest.raises(ValueError, match="1 token cannot name 6 keys"):
         attention(weights, tokens=["a"])
-    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+    with pytest.raises(ValueError, match="1 token cannot name 6 keys"):
         attention(weights, tokens=["a"], query=1)
     with pytest.raises(ValueError, match="found shape"):
         attention(torch.rand(5))

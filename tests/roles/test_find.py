@@ -35,7 +35,10 @@ def test_sessions_of_all_threads_see_nothing_of_the_search() -> None:
         th.roles(model)
         assert len(rec) == 0
         model(IDS)
-    assert [(record.site, record.call) for record in rec.records()] == [("model.layers.0", 0), ("model.layers.1:input", 0)]
+    assert [(record.site, record.call) for record in rec.records()] == [
+        ("model.layers.0", 0),
+        ("model.layers.1:input", 0),
+    ]
     assert rec["model.layers.0"].shape[:2] == IDS.shape
     assert (rec.elsewhere, edited, [snapshot.step for snapshot in watch.history]) == ({}, [1], [0])
     assert [value.shape[:2] for value in manager.get("model.layers.0")] == [IDS.shape]

@@ -29,7 +29,9 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     raise ZeroDivisionError("a mistake of ours")
 
 
-@pytest.mark.parametrize("place", [(find, "_named"), (attention, "read"), (blocks, "_kinds"), (proof.Judge, "with_edits")])
+@pytest.mark.parametrize(
+    "place", [(find, "_named"), (attention, "read"), (blocks, "_kinds"), (proof.Judge, "with_edits")]
+)
 @pytest.mark.parametrize("table", [None, {"@mine": "model.norm"}])
 def test_a_mistake_in_the_search_is_not_taken_for_a_model_without_names(
     place: tuple[Any, str], table: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +64,9 @@ def test_a_model_that_refuses_a_call_that_was_guessed_has_its_names() -> None:
     class Strict(type(build("llama"))):  # type: ignore[misc]
         """Takes no mask and no cache, and does not run in training mode."""
 
-        def forward(self, input_ids: Tensor, attention_mask: Any = None, past_key_values: Any = None, **rest: Any) -> Any:
+        def forward(
+            self, input_ids: Tensor, attention_mask: Any = None, past_key_values: Any = None, **rest: Any
+        ) -> Any:
             if attention_mask is not None or past_key_values is not None or self.training:
                 raise KeyError("not so")
             return super().forward(input_ids, **rest)
@@ -84,7 +88,9 @@ def test_a_table_of_ones_own_stands_alone_where_the_model_does_not_run_by_itself
     model = build("llama")
     model.__class__ = Picky
     assert dict(th.roles(model, table={"@mine": "model.norm"})) == {"@mine": "model.norm"}
-    with pytest.raises(SelectorError, match=r"(?s)did not run with inputs made.*an image, please.*th\.roles\(model, inputs\)"):
+    with pytest.raises(
+        SelectorError, match=r"(?s)did not run with inputs made.*an image, please.*th\.roles\(model, inputs\)"
+    ):
         th.roles(model)
     inputs = {"input_ids": IDS, "image": torch.ones(1)}
     assert th.roles(model, inputs, table={"@mine": "model.norm"})["@resid_post.0"] == "model.layers.0"
@@ -95,9 +101,13 @@ def test_a_table_of_ones_own_stands_alone_where_the_model_does_not_run_by_itself
 def test_a_table_alone_is_enough_for_a_model_that_does_not_say_how_it_is_called() -> None:
     model = nn.Sequential(Block(), Block())
     assert dict(th.roles(model, table={"@mine": "0.ff"})) == {"@mine": "0.ff"}
-    with pytest.raises(SelectorError, match=r"Sequential does not say with which inputs it runs.*call th\.roles\(model, inputs\) first"):
+    with pytest.raises(
+        SelectorError, match=r"Sequential does not say with which inputs it runs.*call th\.roles\(model, inputs\) first"
+    ):
         th.roles(model)
 
 
 def test_one_name_is_not_called_names() -> None:
-    assert str(th.roles(nn.Sequential(Block(), Block()), table={"@mine": "0.ff"})).startswith("Roles of Sequential: 1 name\n")
+    assert str(th.roles(nn.Sequential(Block(), Block()), table={"@mine": "0.ff"})).startswith(
+        "Roles of Sequential: 1 name\n"
+    )

@@ -87,9 +87,10 @@ def eval_only(index: Index, site: Site) -> Callable[[], None] | None:
 
     def ask() -> None:
         if any(module.training for module in modules):
+            place = site.place.every_call.shown
             raise SelectorError(
-                f"{site.role!r} stands for {site.place.every_call.shown!r} in eval mode only, and the model is in training "
-                f"mode: {why} Call model.eval(), or name {site.place.every_call.shown!r} itself."
+                f"{site.role!r} stands for {place!r} in eval mode only, and the model is in training mode: {why} Call "
+                f"model.eval(), or name {place!r} itself."
             )
 
     return ask

@@ -33,6 +33,9 @@ _known: WeakKeyDictionary[Index, list[nn.Module]] = WeakKeyDictionary()
 """By the names of a model: a session that opens again looks for nothing."""
 
 
+_kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
+
+
 def generators(index: Index) -> list[nn.Module]:
     """The modules of a model that are called again and again while something is generated: mostly the model itself.
 
@@ -42,26 +45,24 @@ def generators(index: Index) -> list[nn.Module]:
     found = _known.get(index)
     if found is None:
         outer = _walked([index.root], _takes_cache)
-        whole = [module for module in outer.values() if _takes_cache(type(module))]
+        whole = [module for module in outer.values() if _takes_cache(_kind(module))]
         # What such a model holds is called by it, unless it generates by itself.
         every = outer | _walked([child for module in whole for child in _children(module)])
         # Of several, none of which generates, nobody can tell whose calls are the steps.
         alone = id(whole[0]) if len(whole) == 1 else None
-        found = [module for key, module in every.items() if key == alone or _generates(type(module))]
+        found = [module for key, module in every.items() if key == alone or _generates(_kind(module))]
         _known[index] = found
     return found
 
 
-def _walked(
-    waiting: list[nn.Module], ends: Callable[[type[nn.Module]], bool] = lambda kind: False
-) -> dict[int, nn.Module]:
+def _walked(waiting: list[nn.Module], ends: Callable[[Any], bool] = lambda kind: False) -> dict[int, nn.Module]:
     """Modules and those below them that may matter, by id; but none below those whose class ``ends`` names."""
     found: dict[int, nn.Module] = {}
     while waiting:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            if not ends(type(module)):
+            if not ends(_kind(module)):
                 waiting += _children(module)
     return found
 
@@ -69,7 +70,7 @@ def _walked(
 def _children(module: nn.Module) -> list[nn.Module]:
     """Those that hold others, or generate: most of a model are leaves that do neither, and they take the time."""
     own = module._modules.values()
-    return [c for c in own if c is not None and (c._modules or (type(c) not in _TORCH and _generates(type(c))))]
+    return [c for c in own if c is not None and (c._modules or (type(c) not in _TORCH and _generates(_kind(c))))]
 
 
 _TORCH = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))

@@ -190,9 +190,7 @@ class OutputTap(Tap):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         scope = self.scope
-        if (
-            scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()
-        ) and self.is_foreign():
+        if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         if not self._edits and not listening and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
@@ -287,9 +285,7 @@ class InputTap(Tap):
         if kwargs is None:  # removed by a hook that ran just before
             return None
         scope = self.scope
-        if (
-            scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()
-        ) and self.is_foreign():
+        if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
         if not self.edits and not listening and not repeated and graph_task() == -1:

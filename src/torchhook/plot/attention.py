@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from torchhook._recording.tables import counted
 from torchhook._values.images import pixels
 from torchhook._values.layout import guess, over_image
 from torchhook.plot import style
@@ -121,7 +122,7 @@ def _cut(weights: Array, cut: slice, query: int | None) -> tuple[Array, int | No
 def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap: str, ax: Any, fig: Any) -> Any:
     queries, keys = weights.shape[1:]
     if tokens is not None and len(tokens) != keys:
-        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
+        raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(keys, 'key')}.")
     alone, columns = len(weights) == 1, math.ceil(math.sqrt(len(weights)))
     # The lowest row and the first column have the labels for all; of many heads no figure grows beyond a page.
     side = 1.9 if tokens is None else max(min(0.22 * keys + 0.9, 7, _PAGE / columns), 1.9)
@@ -159,7 +160,7 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
 def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: int, ax: Any, fig: Any) -> Any:
     keys = weights.shape[2]
     if len(tokens) != keys:
-        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
+        raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(keys, 'key')}.")
     words = [style.elide(token, 18) for token in tokens]
     figure, axes = style.panels(len(weights), ax, fig, columns=1)
     letters: float = style.LABEL
