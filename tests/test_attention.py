@@ -246,6 +246,19 @@ def test_the_run_is_in_eval_mode_without_gradients_so_that_no_dropout_is_in_the_
     assert all(module.training for module in model.modules())
 
 
+def test_of_many_places_that_attend_the_nearest_to_the_chosen_one_is_named_first() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=7, n_head=4)).eval()
+    with pytest.raises(NoAttentionError) as told:
+        th.attention(model, torch.arange(6)[None], sites="@z.5")
+    assert str(told.value).startswith(
+        "no attention call was seen in what sites= chose, '@z.5' (transformer.h.5.attn.c_proj). It is called in "
+        "'transformer.h.5.attn', 'transformer.h.0.attn', "
+    )
+    assert "and 3 more: choose from these." in str(told.value)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_sites_without_attention_are_told_where_it_is(fused: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), SelfAttention(fused), nn.ReLU(), SelfAttention(fused))

@@ -7,6 +7,7 @@ model multiplies and takes the softmax itself, that softmax is the map.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from typing import Any, overload
 
@@ -97,8 +98,12 @@ class _Attending(Session):
         index = self.index
         every = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
         self._chosen = every
+        self._written: dict[str, str] = {}
         if sites is not None:
-            self._chosen = {id(target.module): target.site.path for target in resolve(index, sites)}
+            targets = resolve(index, sites)
+            self._chosen = {id(target.module): target.site.path for target in targets}
+            # As they were written, where a standard name stands for another place than one would think.
+            self._written = {t.site.path: t.site.every_call.shown for t in targets if t.site.role}
         # Where else the model attends is only for the advice, should the chosen modules never do.
         self._not_chosen = {key: every[key] for key in every.keys() - self._chosen.keys()}
         self._others: dict[str, None] = {}
@@ -132,9 +137,12 @@ class _Attending(Session):
     def not_seen(self) -> str:
         """Why there are no maps."""
         if self._others:
+            paths = list(self._chosen.values())
+            chosen = [f"{self._written[p]!r} ({shown(p)})" if p in self._written else repr(shown(p)) for p in paths]
+            others = sorted(self._others, key=lambda path: -max(_shared(path, other) for other in paths))
             return (
-                f"no attention call was seen in what sites= chose, {_some(list(self._chosen.values()))}. It is called "
-                f"in {_some(list(self._others))}: choose from these."
+                f"no attention call was seen in what sites= chose, {_some(chosen)}. It is called in "
+                f"{_some([repr(shown(path)) for path in others])}: choose from these."
             )
         return (
             f"no attention call was seen in {self.recording.model_name}: it calls neither scaled_dot_product_attention "
@@ -155,9 +163,14 @@ def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]
         session.look(Target(Site(path, op=op, port=port), module), look)
 
 
-def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-    return ", ".join(repr(shown(path)) for path in paths[:4]) + more
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _shared(path: str, other: str) -> int:
+    """How many names two paths begin with together: the more, the nearer they are."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def rollout(maps: Recording, discard: float = 0.0) -> Tensor:

@@ -110,7 +110,7 @@ def run(
     saved = None if out is None else recording.save(out)
     if json:
         records = [
-            {"site": str(r.site), "call": r.call, "shape": r.shape, "dtype": r.dtype, "bytes": r.nbytes}
+            {"site": str(r.site), "call": r.call, "shape": r.text, "dtype": r.dtype, "bytes": r.nbytes}
             for r in recording.records()
         ]
         shown = None if isinstance(output, Stopped) else describe(output)

@@ -71,11 +71,11 @@ class Block(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         # Before anything runs: at another place there is nothing to cut.
-        if site.port != "input" or site.op not in _WAYS:
-            ways = " or ".join(repr(f"{site.path}/{op}:input") for op in _WAYS)
+        if site.port != "input" or site.op not in _WAYS or site.leaf:
+            place = site.place.every_call.shown
             raise EditError(
-                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module "
-                "calls; th.ops(model, inputs) shows it."
+                f"{site.shown}: edits.block cuts attention where it is computed, and this is "
+                f"{place if site.role else 'another place'}. Name {_advice(site)}."
             )
         return _Placed(self, known())
 
@@ -123,6 +123,14 @@ class _Placed(CataloguedEdit):
 
     def __repr__(self) -> str:
         return repr(self.edit)
+
+
+def _advice(site: Site) -> str:
+    """Which address to write instead: the one there is, or what it looks like where the site says nothing of it."""
+    if site.op in _WAYS:
+        return f"all that the call takes: {f'{site.path}/{site.op}:input'!r}"
+    ways = ", ".join(repr(f"…/{op}:input") for op in _WAYS)
+    return f"the call in the module that attends, one of {ways}: th.ops(model, inputs) shows which it is"
 
 
 # -- the ways in which models attend ----------------------------------------------------------------------------------
