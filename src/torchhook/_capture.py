@@ -19,7 +19,7 @@ from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
-from torchhook.transforms import Transform
+from torchhook.transforms import Transform, compose
 
 Edits = Mapping[Any, Any]
 Gather = Literal["local", "full"]
@@ -87,7 +87,8 @@ def capture(
     together = None
     if gather == "full":
         together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
-        transform = _gathering(together, transform)
+        whole = _Gathered(together)
+        transform = whole if transform is None else compose(whole, transform)
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
 
     def build(session: Session) -> None:
@@ -103,17 +104,20 @@ def capture(
     return session.handed_out("what th.capture(…) returned")
 
 
-def _gathering(together: Together, transform: Transform | None) -> Transform:
-    def put_together(tensor: Tensor) -> Tensor:
-        groups = sharded_over(tensor)
-        together.need(groups, f"a DTensor of shape {tuple(tensor.shape)}")
+class _Gathered:
+    """A transform that puts the parts of all ranks together."""
+
+    moves_dims = False
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+
+    def __call__(self, value: Any) -> Any:
+        return tree.map_tensors(self._whole, value)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        self.together.need(sharded_over(tensor), f"a DTensor of shape {tuple(tensor.shape)}")
         return full(tensor)
-
-    def gather(value: Any) -> Any:
-        whole = tree.map_tensors(put_together, value)
-        return whole if transform is None else transform(whole)
-
-    return gather
 
 
 def _every_module(name: str, module: nn.Module) -> bool:

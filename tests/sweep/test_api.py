@@ -165,7 +165,7 @@ def test_positions_may_be_chosen_and_counted_from_the_end() -> None:
     found = sweep(model, clean, corrupted, margin, sites=NAMES, positions=[3, -1])
     assert found.positions == [3, -1]
     assert (found.values - expected[:, [3, -1]]).abs().max() <= 1e-5
-    with pytest.raises(ValueError, match=r"positions \[5\] are out of range: dim 1 has 5"):
+    with pytest.raises(ValueError, match=r"positions \[5\] are out of range: the dim of tokens has 5"):
         sweep(model, clean, corrupted, margin, sites=NAMES, positions=[0, 5])
 
 

@@ -72,6 +72,7 @@ class Session(Shown):
         self.scope: Scope = scope
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
+        self._to_come: list[tuple[Site, passing.ToCome]] = []
         self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps = Taps(self.index, scope, scope if self._own_threads_only else None)
@@ -99,7 +100,9 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change = passing.placed(edit, target, self.index, self._own_threads_only)
+        change, to_come = passing.placed(edit, target, self.index, self._own_threads_only)
+        if to_come is not None:
+            self._to_come.append((site, to_come))
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
@@ -342,6 +345,8 @@ class Session(Shown):
         self._closed = True  # last: whom an interrupt keeps from it may close again
         if self.reports and (self._followed or not self._taps.all_ran() or not self.index.is_as_it_was()):
             self._report(error)
+        for site, to_come in self._to_come if self.reports else ():
+            never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchhook._values.parts import Along, Part, Which
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
-from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
 from torchhook.errors import EditError
 
 
@@ -94,7 +94,7 @@ class Only(CataloguedEdit):
         return self.apply(value, site, UNKNOWN)
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
-        return _Placed(replace(self, edit=placed(self.edit, site, known)), known())
+        return _Placed(replace(self, edit=placed(self.edit, site, known)), known(), set())
 
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
@@ -151,13 +151,23 @@ class _Placed(CataloguedEdit):
 
     edit: Only
     known: KnownHeads
+    seen: set[int]
+    """The steps in which it was called."""
 
     def __call__(self, value: Any, site: Site) -> Any:
+        if self.edit.steps is not None:
+            self.seen.add(_step())
         return self.edit.apply(value, site, self.known)
 
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
         return self.edit.changes_call
+
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        if self.edit.steps is not None and (left := _never_came(self.edit.steps, self.seen)):
+            yield StepsToCome(left, max(self.seen, default=None))
+        else:
+            yield from steps_to_come(self.edit.edit)
 
     def __repr__(self) -> str:
         return repr(self.edit)
@@ -187,6 +197,15 @@ def _checked_steps(steps: Any) -> Any:
     if any(end is not None and end < 0 for end in ends) or (isinstance(steps, slice) and (steps.step or 1) < 1):
         raise ValueError(f"steps={steps!r}: the last step is not known while a model generates; count from 0.")
     return steps
+
+
+def _never_came(steps: int | slice | list[int], seen: set[int]) -> str:
+    """The steps that were waited for, as one would name them; nothing, if they came. Of a slice, one is enough."""
+    if isinstance(steps, slice):
+        ends = ":".join("" if end is None else str(end) for end in (steps.start, steps.stop))
+        return "" if any(_is_chosen(steps, step) for step in seen) else f"steps {ends}"
+    left = [step for step in (steps if isinstance(steps, list) else [steps]) if step not in seen]
+    return f"step{'s' * (len(left) > 1)} {', '.join(map(str, left))}" if left else ""
 
 
 def _is_chosen(steps: int | slice | list[int], step: int) -> bool:
