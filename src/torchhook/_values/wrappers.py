@@ -40,6 +40,22 @@ def is_wrapper(tensor: Tensor) -> bool:
     return kind not in ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not tensor.is_nested
 
 
+def carrying(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor with what its class keeps beside the numbers, which torch's own copies lose.
+
+    >>> class Tagged(Tensor): ...
+    >>> tagged = torch.ones(2).as_subclass(Tagged)
+    >>> tagged.tag = "input"
+    >>> hasattr(tagged.clone(), "tag"), carrying(tagged.clone(), tagged).tag
+    (False, 'input')
+    """
+    # A wrapper answers by itself, and has made a copy as it should be.
+    if type(copy) is type(tensor) and not is_wrapper(tensor):
+        for name, value in vars(tensor).items():
+            vars(copy).setdefault(name, value)
+    return copy
+
+
 def plain(tensor: Tensor) -> Tensor | None:
     """The same numbers as an ordinary tensor, of the same memory where it is one; ``None`` where there are none.
 
