@@ -206,7 +206,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def fused(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
-        taken(_with_heads(_scaled_dot_product(*args, **kwargs)))
+        taken(_with_heads(attention_map(*args, **kwargs)))
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
@@ -275,7 +275,7 @@ def _without_grad(look: Look) -> Look:
     return quiet
 
 
-def _scaled_dot_product(
+def attention_map(
     query: Tensor,
     key: Tensor,
     value: Tensor,
