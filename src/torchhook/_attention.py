@@ -24,6 +24,7 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_arguments
 from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
+from torchhook._values.wrappers import ORDINARY, is_causal_bias
 from torchhook.errors import NoAttentionError
 
 
@@ -304,11 +305,9 @@ def attention_map(
 
 def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
     """A mask as its numbers: a subclass may hold none, and say what it means to the fused call alone."""
-    if type(mask) in (Tensor, nn.Parameter):
+    if type(mask) in ORDINARY:
         return mask
-    from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
-
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         return _torch.materialized(mask, device)
     raise TypeError(
         f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "

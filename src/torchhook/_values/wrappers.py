@@ -34,6 +34,12 @@ def faked_like(tensor: Tensor, other: Tensor) -> Tensor:
     return found
 
 
+def is_causal_bias(tensor: Tensor) -> bool:
+    """Whether a tensor is a mask of ``torch.nn.attention.bias``, which says what it means; its memory holds nothing."""
+    # By name: importing the class takes seconds, unless the model has done it.
+    return type(tensor) not in ORDINARY and any(kind.__name__ == "CausalBias" for kind in type(tensor).__mro__)
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor answers operations by itself, so that its memory is not its numbers, or is none."""
     kind = type(tensor)
@@ -65,7 +71,7 @@ def plain(tensor: Tensor) -> Tensor | None:
     >>> plain(torch.ones(2, device="meta")) is None
     True
     """
-    if is_fake(tensor):
+    if is_fake(tensor) or is_causal_bias(tensor):
         return None
     if not is_wrapper(tensor):
         return tensor if type(tensor) in ORDINARY or tensor.is_nested else tensor.as_subclass(Tensor)
