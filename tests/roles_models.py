@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.language_models import MODELS, from_config
+from tests.language_models import ENCODER_DECODER, GROUPED, MODELS, SMALL, VISION, from_config
 
-__all__ = ["MODELS", "build", "made"]
+__all__ = ["ENCODER_DECODER", "GROUPED", "MODELS", "SMALL", "VISION", "build", "made"]
 
 
 def build(name: str, **options: Any) -> nn.Module:
