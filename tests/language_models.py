@@ -185,16 +185,20 @@ def _transformers() -> Any:
     return transformers
 
 
-def made(name: str, kind: str | None = None, *, attn_implementation: str | None = None, **changes: Any) -> Any:
-    """One of ``MODELS`` in eval mode, with ``changes`` of its config; ``kind`` is another class of the same config."""
+def from_config(kind: str, config: dict[str, Any], attn_implementation: str | None = None) -> Any:
+    """A model of a class of transformers in eval mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a library says of itself while it is imported
-        transformers = _transformers()
-        usual, config = MODELS[name]
-        cls: Any = getattr(transformers, kind or usual)
+        cls: Any = getattr(_transformers(), kind)
         options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
         torch.manual_seed(0)
-        return cls._from_config(cls.config_class(**{**config, **changes}), **options).eval()
+        return cls._from_config(cls.config_class(**config), **options).eval()
+
+
+def made(name: str, kind: str | None = None, *, attn_implementation: str | None = None, **changes: Any) -> Any:
+    """One of ``MODELS``, with ``changes`` of its config; ``kind`` is another class of the same config."""
+    usual, config = MODELS[name]
+    return from_config(kind or usual, {**config, **changes}, attn_implementation)
 
 
 # -- with what to call them with --------------------------------------------------------------------------------

@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.language_models import MODELS, made
+from tests.language_models import ENCODER_DECODER, GROUPED, MODELS, SMALL, VISION, from_config
 
-__all__ = ["MODELS", "build"]
+__all__ = ["ENCODER_DECODER", "GROUPED", "MODELS", "SMALL", "VISION", "build", "made"]
 
 
 def build(name: str, **options: Any) -> nn.Module:
     """One of ``MODELS`` in eval mode, its norms moved."""
-    model: nn.Module = made(name, **options)
+    return made(*MODELS[name], **options)
+
+
+def made(kind: str, config: dict[str, Any], **options: Any) -> nn.Module:
+    """Any other one, in the same way."""
+    model: nn.Module = from_config(kind, config, **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for path, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_arguments
 from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
+from torchhook._values.wrappers import ORDINARY, is_causal_bias
 from torchhook.errors import NoAttentionError
 
 
@@ -219,7 +220,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def fused(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
-        taken(_with_heads(_scaled_dot_product(*args, **kwargs)))
+        taken(_with_heads(attention_map(*args, **kwargs)))
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
@@ -288,7 +289,7 @@ def _without_grad(look: Look) -> Look:
     return quiet
 
 
-def _scaled_dot_product(
+def attention_map(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -317,11 +318,9 @@ def _scaled_dot_product(
 
 def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
     """A mask as its numbers: a subclass may hold none, and say what it means to the fused call alone."""
-    if type(mask) in (Tensor, nn.Parameter):
+    if type(mask) in ORDINARY:
         return mask
-    from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
-
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         return _torch.materialized(mask, device)
     raise TypeError(
         f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "

@@ -174,8 +174,17 @@ def run(
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     >>> output, rec = run(model, torch.ones(2, 3), capture="0")
 
-    With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
-    taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
+    With ``edit`` alone, nothing is recorded. With ``stop=True`` the forward pass ends at the last site, and the output
+    is a ``Stopped``.
+
+    Args:
+        model: The model.
+        args: What it is called with.
+        capture: What to record, by any selector.
+        edit: Edits by selector, as ``th.edit`` takes them.
+        before_edits, exclude, port, keep, device, dtype, transform, stop: As in ``th.capture``.
+        kwargs: Keyword arguments of the model whose names are taken here.
+        model_kwargs: All its others.
     """
     _refuse_meant_for_run(model, model_kwargs)
     if capture is None and edit is not None:

@@ -43,7 +43,8 @@ class FeatureLayers(Featured):
         model: called as it is; values stay on its graph, and are true also where the next layer works in place.
         feature_layer_paths: names of layers, or any address or glob: ``"features.6"``, ``"layer*"``, ``"fc:input"``.
         attach: keep the hooks on the model for as long as this object lives, as compilers need.
-        transform: changes what is returned of each layer, as in ``th.capture``; ``edit`` is as in ``th.edit``.
+        transform: changes what is returned of each layer, as in ``th.capture``.
+        edit: changes values on their way, as ``th.edit`` does.
         caches: ``False`` leaves key-value caches out of the features and the output, and returns plain containers.
     """
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchhook._attention import attention_map
 from torchhook._recording.address import Site
 from torchhook._values.tree import Inputs
 
@@ -157,30 +158,11 @@ def attended(text: str, call: Site, sites: dict[str, Site], names: dict[str, str
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _by_hand(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
     if q.dtype in (torch.float16, torch.bfloat16):  # rounded otherwise than the kernel does: its own word is taken
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3) for t in (k, v))
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0.0) @ v
+        return F.scaled_dot_product_attention(q, k, v, **{**rest, "dropout_p": 0.0})
+    weights = attention_map(q, k, v, **rest)
+    return weights @ (v.repeat_interleave(q.shape[-3] // v.shape[-3], dim=-3) if rest.get("enable_gqa") else v)
 
 
 def rows(text: str, pattern: tuple[str, Site]) -> Claim:

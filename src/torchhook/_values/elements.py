@@ -11,7 +11,7 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._torch import compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
-from torchhook._values.wrappers import ORDINARY, is_fake, is_wrapper
+from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake, is_wrapper
 
 UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
 """What fake tensors raise, and layouts and subclasses that lack an operation."""
@@ -62,6 +62,7 @@ def readable(tensor: Tensor) -> bool:
     """Whether a tensor has elements here that torch can turn into numbers: of a DTensor, those of this rank."""
     return (
         not is_fake(tensor)
+        and not is_causal_bias(tensor)
         and tensor.dtype not in _PACKED
         and not is_freed(tensor)
         and not is_partial(tensor)  # summands are no elements

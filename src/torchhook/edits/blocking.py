@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook import _torch
@@ -22,7 +22,7 @@ from torchhook._values import parts
 from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis
 from torchhook._values.parts import Along, Which
 from torchhook._values.tree import Inputs
-from torchhook._values.wrappers import is_fake
+from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake
 from torchhook.edits.protocol import CataloguedEdit, Edit
 from torchhook.errors import EditError
 
@@ -165,9 +165,9 @@ def _both(mask: Tensor, allowed: Tensor) -> Tensor:
 
 def _plain(mask: Tensor | None, device: torch.device) -> Tensor | None:
     """A mask as its numbers: a subclass may hold none, and say what it means to the kernel alone."""
-    if mask is None or type(mask) in (Tensor, nn.Parameter):
+    if mask is None or type(mask) in ORDINARY:
         return mask
-    if any(kind.__name__ == "CausalBias" for kind in type(mask).__mro__):
+    if is_causal_bias(mask):
         return _torch.materialized(mask, device)
     raise NoPart(f"attn_mask is a {type(mask).__name__}, whose numbers may not be the mask that the kernel uses.")
 
