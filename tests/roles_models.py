@@ -178,7 +178,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, **options: Any) -> nn.Module:
     """One of ``MODELS`` in eval mode, its norms moved."""
-    kind, config = MODELS[name]
+    return made(*MODELS[name], **options)
+
+
+def made(kind: str, config: dict[str, Any], **options: Any) -> nn.Module:
+    """Any other one, in the same way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a library says of itself while it is imported
         import transformers
