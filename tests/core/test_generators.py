@@ -137,3 +137,31 @@ def test_a_module_that_holds_itself_is_walked_once() -> None:
     model = Tuned(small_gpt2()[0])
     model.base_model._modules["itself"] = model
     assert [type(module).__name__ for module in generators(Index(model))] == ["Tuned", "GPT2LMHeadModel"]
+
+
+def test_the_language_model_of_a_multimodal_one_has_its_steps() -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=64, max_position_embeddings=32, pad_token_id=0),
+        image_token_index=60,
+        image_seq_length=4,
+    )
+    llava = transformers.LlavaForConditionalGeneration(config).eval()
+    root = nn.Sequential(nn.Sequential(nn.Sequential(llava)))
+    block = llava.model.language_model.layers[1].mlp
+    site = next(name for name, module in root.named_modules() if module is block)
+    ids, image = torch.tensor([[1, 60, 60, 60, 60, 5, 6]]), torch.randn(1, 3, 16, 16)
+    given: dict[str, Any] = {"input_ids": ids, "pixel_values": image, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad(), th.capture(root, site) as rec:
+        ids = llava.generate(**given, max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert [(record.step, record.position) for record in rec.records(site)] == [(0, 0), (1, 7), (2, 8)]
+    kept = list[Tensor]()
+    handle = block.register_forward_hook(lambda _, args, output: kept.append(output.clone()))
+    with torch.no_grad():
+        llava(input_ids=ids[:, :-1], pixel_values=image, use_cache=False)
+    handle.remove()
+    torch.testing.assert_close(rec.cat(site, dim=1), kept[0], rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from torchhook._core.keep import Keep
 from torchhook._core.select import resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
-from torchhook._roles.claims import Claim, Values
+from torchhook._roles.claims import Claim, Runs, Values
 from torchhook._roles.probe import runs
 from torchhook._values.tree import Inputs
 
@@ -67,7 +67,7 @@ class Judge:
             for run in ("once", "again")
         )
         lost = {site for site in one if one[site] is None or other[site] is None}
-        values = {site: None if site in lost else (one[site], other[site]) for site in one}
+        values = {site: None if site in lost else Runs(one[site], other[site]) for site in one}
         for name, (_, claim) in tried.items():
             if (why := _tested(claim, values)) is not None:
                 self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
@@ -93,7 +93,7 @@ class Judge:
                 self._broken.add(id(claim))
                 if claim.founds:
                     self._refuse_stack(claim, why)
-                for name in absent or names:
+                for name in absent or claim.doubts or names:
                     if not spared(name):
                         self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
 
@@ -211,6 +211,11 @@ def _tested(claim: Claim, values: Values) -> str | None:
     missing = [site.shown for site in claim.needs if values[site] is None]
     if missing:
         return f"{missing[0]} did not run exactly once"
+    for site in claim.needs:
+        value = values[site]
+        passed = value if isinstance(value, Runs) else (value,)
+        if site not in claim.calls and not all(isinstance(one, Tensor) for one in passed):
+            return f"{site.shown} is no tensor, but {type(passed[0]).__name__}"
     try:
         return claim.holds(values)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # shapes that do not go together

@@ -53,12 +53,7 @@ def attention(
     keeps them.
     """
     value = one(source, sites)
-    weights = _weights(value, sample)
-    # By ``number`` and not isinstance: a head may be counted by numpy or torch.
-    wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
-    shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
-    labels = [f"head {h}" if len(weights) > 1 else "" for h in shown]
-    weights = weights[shown]
+    weights, labels = _chosen_heads(_weights(value, sample), heads)
     if query is not None and not -weights.shape[1] <= query < weights.shape[1]:
         raise IndexError(f"query={query}: there are {weights.shape[1]}.")
     cut = slice(None) if padding or image is not None else _real(weights)
@@ -73,9 +68,8 @@ def attention(
         figure = _lines(weights[:, query or 0], labels, tokens, cmap, ax, fig)
     else:
         figure = _grid(weights, labels, tokens, cmap, ax, fig)
-    head = value.name if title is None else title
-    if weights.shape[2] < whole and title is None:
-        head = " · ".join(part for part in (head, f"{weights.shape[2]} of {whole} tokens, without padding") if part)
+    left = f"{weights.shape[2]} of {whole} tokens, without padding" if weights.shape[2] < whole else ""
+    head = " · ".join(part for part in (value.name, left) if part) if title is None else title
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -96,6 +90,14 @@ def _weights(value: Value, sample: int) -> Array:
         raise IndexError(f"sample={sample}: there are {len(tensor)}.")
     array: Array = tensor[sample].numpy()
     return array
+
+
+def _chosen_heads(weights: Array, heads: int | Sequence[int] | None) -> tuple[Array, list[str]]:
+    """The maps of some heads, and what these are called."""
+    # By ``number`` and not isinstance: a head may be counted by numpy or torch.
+    wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
+    shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
+    return weights[shown], [f"head {h}" if len(weights) > 1 else "" for h in shown]
 
 
 def _real(weights: Array) -> slice:
