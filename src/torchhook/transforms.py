@@ -134,7 +134,7 @@ def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool |
     # To torch, no dims are all dims.
     if not dims:
         return tensor
-    real = None if masked is False else padding.real(tensor, dims, named, time)
+    real = None if masked is False else padding.real(tensor, dims, named, time, known)
     return _POOLS[how](tensor, dims) if real is None else _pool_of(tensor, how, dims, real)
 
 
@@ -165,9 +165,10 @@ def tokens(
     (torch.Size([2, 8]), torch.Size([2, 2, 8]))
 
     Where the modules around a site say that heads come first (``@q``, ``@k``, ``@v``, what attention takes and gives),
-    the tokens of ``(N, heads, T, D)`` are chosen, and the dim of heads stays. Positions are counted among the tokens that are not padding, on whichever side it is, where the model is called
-    with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all. ``lengths=`` here are those of the
-    rows of one batch, ``(N,)``, or its mask ``(N, T)``:
+    the tokens of ``(N, heads, T, D)`` are chosen, and the dim of heads stays. Positions are counted among the tokens
+    that are not padding, on whichever side it is, where the model is called with an attention mask, or ``lengths=`` is
+    given; ``masked=False`` counts all. ``lengths=`` here are those of the rows of one batch, ``(N,)``, or its mask
+    ``(N, T)``:
 
     >>> tokens("last", lengths=[1, 3])(torch.arange(6.0).reshape(2, 3, 1)).flatten()
     tensor([0., 5.])
@@ -207,7 +208,7 @@ def _tokens(
     if lengths is not None:
         mask = padding.given("lengths=", lengths, len(tensor)).at(len(tensor), tensor.shape[1])
     else:
-        mask = None if masked is False else padding.mask_of(tensor)
+        mask = None if masked is False else padding.mask_of(tensor, 1, known)
     if which == "patches":
         if mask is not None:
             raise TransformError(
@@ -277,7 +278,8 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     torch.Size([4, 2, 3])
 
     Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
-    ``edits.along``. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    ``edits.along``. With ``heads=``, keys and values that a kernel wants repeated (``@k``, ``@v``) are kept once each.
+    In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
     """
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -104,8 +105,8 @@ def test_what_is_captured_beside_the_edit_is_there() -> None:
 
 def test_a_block_that_fails_says_nothing_more() -> None:
     model, call = small_gpt2()
-    with pytest.raises(ZeroDivisionError):
-        with th.edit(model, {SITE: edits.only(edits.zero(), steps=5)}) as rec, torch.no_grad():
-            model(**call)
-            _ = 1 / 0
+    session = th.edit(model, {SITE: edits.only(edits.zero(), steps=5)})
+    with contextlib.suppress(ZeroDivisionError), session as rec, torch.no_grad():
+        model(**call)
+        _ = 1 / 0
     assert rec.missing == {f"{SITE}, step 5": "the block ended early with ZeroDivisionError."}

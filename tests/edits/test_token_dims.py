@@ -1,4 +1,4 @@
-"""Tokens and heads of what attention takes: the same, whatever the kernel, as bare hooks on the projections make them."""
+"""Tokens and heads of what attention takes: whatever the kernel, what bare hooks on the projections make of them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def recorded(attention: Attention, name: str, ids: Tensor) -> tuple[Recording, T
     """What passes the site, and what the projection makes, as a bare hook sees it."""
     seen: list[Tensor] = []
     site = attention.site(name)
-    with attention.hooked(name, lambda part: (seen.append(part.clone()), part)[1]), th.capture(attention.model, site) as rec:
+    with (
+        attention.hooked(name, lambda part: (seen.append(part.clone()), part)[1]),
+        th.capture(attention.model, site) as rec,
+    ):
         attention(ids)
     return rec, seen[-1]  # names are looked for before
 
@@ -224,7 +227,11 @@ def test_a_head_that_is_repeated_may_hold_anything() -> None:
     """A NaN is like another, and an edit's gradient is that of the projection."""
     model, call = small_llama(attn_implementation="eager")
     vector = torch.full((8,), torch.nan)
-    with torch.no_grad(), th.edit(model, {"@v.0": [edits.only(edits.add(vector), heads=0)] * 2}), th.capture(model, "@v.0") as rec:
+    with (
+        torch.no_grad(),
+        th.edit(model, {"@v.0": [edits.only(edits.add(vector), heads=0)] * 2}),
+        th.capture(model, "@v.0") as rec,
+    ):
         model(**call)
     assert rec["@v.0"][:, :2].isnan().all()
     assert not rec["@v.0"][:, 2:].isnan().any()
@@ -250,3 +257,30 @@ def test_tokens_that_cannot_be_told_from_heads_are_asked_for() -> None:
             model(ids)
     with pytest.raises(EditError, match=r"heads may be dim 1 or dim 2 of .* Name the dim of the tokens: dim=…"):
         th.sweep(model, ids, ids.flip(0), lambda out: out.logits[0, -1, 1], sites=site, progress=False)
+
+
+def test_a_head_that_is_repeated_is_estimated_as_one() -> None:
+    """By a gradient, which comes for each copy: their sum is that of the head."""
+    found = []
+    for kernel in ("eager", "sdpa"):
+        model, call = small_llama(attn_implementation=kernel)
+        ids = call["input_ids"]
+        options: dict[str, Any] = {"sites": ["@k.0", "@v.1"], "over": "head", "estimate": "gradient"}
+        found.append(th.sweep(model, ids[:1], ids[1:], _margin, progress=False, **options).values)
+    assert found[0].shape == (2, 2)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def _margin(output: Any) -> Tensor:
+    return output.logits[0, -1, 3] - output.logits[0, -1, 5]
+
+
+def test_the_channels_of_a_map_are_still_dim_1() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 1))
+    with torch.no_grad(), th.capture(model, "0") as rec:
+        model(torch.ones(1, 1, 2, 2))
+    with torch.no_grad(), th.edit(model, {"0": edits.patch(rec, positions=[1])}):
+        edited = model(torch.zeros(1, 1, 2, 2))
+    expected = model(torch.zeros(1, 1, 2, 2)).detach()
+    expected[:, 1] = rec["0"][:, 1]
+    assert torch.equal(edited, expected)

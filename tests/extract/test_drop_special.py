@@ -97,7 +97,9 @@ def test_what_is_made_of_all_tokens_of_a_row_stays(tmp_path: Path) -> None:
     features = extract(model, call, sites, tmp_path, drop_special=[BOS], transform=transform)
     torch.testing.assert_close(features["pooler"][:], seen(model, "pooler", call))
     mask = rows["attention_mask"].bool()
-    means = torch.stack([row[real].mean(0) for row, real in zip(seen(model, "encoder.layer.0", call), mask, strict=True)])
+    means = torch.stack(
+        [row[real].mean(0) for row, real in zip(seen(model, "encoder.layer.0", call), mask, strict=True)]
+    )
     torch.testing.assert_close(features["encoder.layer.0"][:], means)  # of special tokens, too, as in a stream
     whole = seen(model, "encoder.layer.0.attention.self", call)  # the first of a tuple
     kept = mask & (rows["input_ids"] != BOS)

@@ -1,4 +1,4 @@
-"""Tokens of what attention takes, ``(N, heads, T, D)``: streams, statistics and stores, judged by bare hooks and numpy."""
+"""Tokens of what attention takes, ``(N, heads, T, D)``: streams, statistics and stores, by bare hooks and numpy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,11 @@ def test_after_a_function_of_ones_own_sizes_tell_or_it_is_said() -> None:
     with torch.no_grad(), th.capture(model, "@q.0", transform=turned) as rec:
         model(**call)
     assert torch.equal(rec["@q.0"], whole["@q.0"][:, :, -1])
-    with torch.no_grad(), th.capture(model, "@q.0", transform=turned), pytest.raises(th.errors.TransformError, match="heads may be dim 1 or dim 2"):
+    with (
+        torch.no_grad(),
+        th.capture(model, "@q.0", transform=turned),
+        pytest.raises(th.errors.TransformError, match="heads may be dim 1 or dim 2"),
+    ):
         model(call["input_ids"][:, :4])
 
 
@@ -150,3 +154,47 @@ def test_a_map_is_no_heads_and_the_way_out_is_right() -> None:
     with pytest.raises(ExtractError, match=r"heads before tokens, lambda v: v.transpose\(1, 2\).flatten\(2\)"):
         list(th.stream(model, torch.ones(2, 3, 5, 5), "0", batch=10, buffer=10))
     assert th.statistics(model, torch.ones(2, 3, 5, 5), "0")["0"].count == 50
+
+
+def bloom() -> Any:
+    """Its product is of three dims: every row comes once for each of its heads."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0)).eval()
+
+
+def test_rows_and_heads_in_one_dim_have_the_padding_of_their_rows() -> None:
+    model = bloom()
+    data = batch()
+    call = {name: data[name] for name in ("input_ids", "attention_mask")}
+    seen: list[Tensor] = []
+    fused = model.transformer.h[1].self_attention.query_key_value
+    handle = fused.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    with torch.no_grad():
+        model(**call)
+    handle.remove()
+    whole = seen[0].unflatten(-1, (4, 3, 8))[..., 2, :]  # each head's query, key and value together
+    alone = [row[:length] for row, length in zip(whole, LENGTHS, strict=True)]
+    wanted = {
+        "last": (tf.tokens("last"), [row[-1] for row in alone]),
+        "mean": (tf.pool("mean"), [row.mean(0) for row in alone]),
+        "max": (tf.compose(tf.topk(1, dim=1), tf.pick("values"), _first), [row.amax(0) for row in alone]),
+        "part": (tf.compose(tf.only(positions=-1), _first), [row[-1] for row in alone]),
+    }
+    for transform, expected in wanted.values():
+        with torch.no_grad(), th.capture(model, "@v.1", transform=transform) as rec:
+            model(**call)
+        torch.testing.assert_close(rec["@v.1"].unflatten(0, (6, 4)), torch.stack(expected))
+    (tokens,) = list(th.stream(model, call, "@v.1", shuffle=False, batch=100, buffer=100, batch_size=3))
+    torch.testing.assert_close(tokens, torch.cat(alone).flatten(1))
+    mean = th.statistics(model, call, "@v.1", batch_size=3)["@v.1"].mean
+    torch.testing.assert_close(mean, torch.cat(alone).flatten(1).double().mean(0), rtol=1e-5, atol=1e-7)
+    with torch.no_grad(), th.edit(model, {"@v.1": th.edits.only(th.edits.zero(), rows=0)}):
+        with pytest.raises(th.errors.EditError, match="rows and heads share a dim"):
+            model(**call)
+
+
+def _first(value: Tensor) -> Tensor:
+    return value[:, 0]

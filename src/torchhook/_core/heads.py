@@ -78,17 +78,12 @@ def _heads_first(site: Site, op: str | None) -> bool:
 
     Keys are named where they are turned; who permutes all dims may turn them from any order.
     """
-    return site.port in _INWARD and op in _TAKES_HEADS_FIRST.get(_kind(site), ())
+    return site.port in _INWARD and op in _TAKES_HEADS_FIRST.get(site.kind, ())
 
 
 def _is_shared(site: Site, op: str | None) -> bool:
     fused = op == "scaled_dot_product_attention" and site.leaf in _KEYS_AND_VALUES
-    return op is not None and (_kind(site) in ("k", "v") or fused)
-
-
-def _kind(site: Site) -> str:
-    """What a standard name is about: "k" of ``@decoder.k.3``."""
-    return site.role.rpartition(".")[0].rpartition(".")[2].removeprefix("@") if site.role else ""
+    return op is not None and (site.kind in ("k", "v") or fused)
 
 
 def _attention(chain: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> int | None:

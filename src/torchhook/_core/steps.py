@@ -27,6 +27,7 @@ from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
 
 _CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
+_KEPT = ("logits_to_keep", "num_logits_to_keep")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 _known: WeakKeyDictionary[Index, list[nn.Module]] = WeakKeyDictionary()
@@ -217,6 +218,7 @@ class Steps:
         given, here = Given.of(args, kwargs), place(module)
         self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
+        now.kept = next((kept for name in _KEPT if type(kept := kwargs.get(name)) is int and kept > 0), None)
         if here is None:
             self._by_cache(now, given)
         else:

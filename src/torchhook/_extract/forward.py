@@ -72,6 +72,8 @@ class Forward:
     def _look_around(self) -> None:
         """Ask once for all batches, where anybody does."""
         around = {str(target.site): heads_at(self.index, target) for target in self.targets}
+        self.checked: set[str] = set()
+        """Sites whose repeated heads were seen to be alike."""
         self.placed = {site: transforms.placed(self.transforms[site], where) for site, where in around.items()}
         self.heads: dict[str, Where] = {
             site: transforms.heads_after(self.transforms[site], where) for site, where in around.items()
@@ -161,7 +163,7 @@ class Forward:
 
         def move(site: str, value: Any) -> None:
             known = self.heads[site]
-            put(site, tree.map_tensors(lambda tensor: tokens_first(site, tensor, known), value))
+            put(site, tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value))
 
         return move
 
@@ -172,7 +174,7 @@ class Forward:
         rows = next((len(ids) for ids in token_ids(call).values()), None)
         if rows is None:
             raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
-        choice = TokenChoice(call, rows, 0, self.special, None, maps=False)
+        choice = TokenChoice(call, rows, 0, self.special, None, maps=False, checked=self.checked)
 
         def cut(site: str, value: Any) -> None:
             found = {name: choice.by_row(name, part, self.heads[site]) for name, part in parts(site, value)}

@@ -98,7 +98,9 @@ class Trial:
         self.values: dict[str, list[Tensor]] = {}
         self.kept = _mask(known, call)
         # Who leaves special tokens out by a mask says nothing of padding: the row needs them, alone as well.
-        self.mask = self.kept if own is known else _mask(own, call) if own else _if_padding(known, self.kept)
+        self.mask = self.kept if own is known else _mask(own, call)
+        if self.mask is None:  # or the model is told of none, where there is some
+            self.mask = _if_padding(known, self.kept)
         if self.mask is not None and (self.kept is None or bool((self.kept & ~self.mask).any())):
             self.mask = None
         self.row = 0 if self.mask is None else _row_to_try(self.mask)

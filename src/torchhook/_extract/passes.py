@@ -116,7 +116,9 @@ class Passes:
     ) -> None:
         call = self._forward.call_of(batch.value)
         said = self.extras.padding(batch.value, batch.start, batch.good)
-        choice = TokenChoice(call, batch.span, batch.start, self.special, self.channel, self.maps)
+        choice = TokenChoice(
+            call, batch.span, batch.start, self.special, self.channel, self.maps, self._forward.checked
+        )
         calls: Counter[str] = Counter()
         heads = self._forward.heads
 

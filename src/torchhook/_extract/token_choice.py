@@ -47,16 +47,34 @@ def _named_ids(model: nn.Module, name: str) -> frozenset[int]:
     return frozenset(int(one) for one in flat if one is not None)
 
 
+def without(special: frozenset[int]) -> str:
+    """Which tokens are left out, for the manifest of a store: nothing, where none are.
+
+    >>> without(frozenset([2, 1]))
+    ', without the tokens [1, 2]'
+    """
+    return f", without the tokens {sorted(special)}" if special else ""
+
+
 class TokenChoice:
     """The tokens of the values of one batch.
 
     ``maps`` says that values may be maps ``(N, C, H, W)``, whose tokens are pixels; ``channel`` is the dim of a row
-    that holds the numbers of a token, where that is not the last, or the first of a map.
+    that holds the numbers of a token, where that is not the last, or the first of a map. ``checked`` are the sites
+    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU.
     """
 
     def __init__(
-        self, call: Inputs, rows: int, start: int, special: frozenset[int], channel: int | None, maps: bool
+        self,
+        call: Inputs,
+        rows: int,
+        start: int,
+        special: frozenset[int],
+        channel: int | None,
+        maps: bool,
+        checked: set[str] | None = None,
     ) -> None:
+        self.checked = set() if checked is None else checked
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
         self.special = torch.tensor(sorted(special)) if special else None
         self.ids = token_ids(call) if special else {}
@@ -69,8 +87,9 @@ class TokenChoice:
         try:
             if isinstance(value, Rows):
                 return self._of_rows(name, value)
+            value = self._unfolded(value, heads)
             if value.dim() == 4 and self.channel is None and self._has_heads(value, heads()):
-                value = _tokens_first(name, value, heads()).flatten(2)
+                value = _tokens_first(name, value, heads(), self.checked).flatten(2)
             tokens, width = self._flat(name, value)
             mask = self._mask(value, width)
         except TransformError as error:
@@ -90,8 +109,9 @@ class TokenChoice:
         """The tokens of each row, where a value has any; what is made of all tokens of a row stays as it is."""
         if not isinstance(value, Tensor) or value.is_nested or value.dim() < 3:
             return value
+        value = self._unfolded(value, heads)
         check_number_of_rows(name, value, self.rows)
-        first = value if value.dim() == 3 else _tokens_first(name, value, heads())
+        first = value if value.dim() == 3 else _tokens_first(name, value, heads(), self.checked)
         try:
             mask = self._mask(first, first.shape[1])
         except TransformError as error:
@@ -103,6 +123,13 @@ class TokenChoice:
         places = wanted.reshape(-1).nonzero().squeeze(1)
         chosen = first.flatten(0, 1).index_select(0, places.to(first.device, non_blocking=True))
         return Rows(chosen.split(wanted.sum(1).tolist()))
+
+    def _unfolded(self, value: Tensor, heads: Where) -> Tensor:
+        """``(N, heads, T, D)``, where a product has made one dim of rows and heads."""
+        if value.dim() != 3 or len(value) == self.rows or len(value) != self.rows * heads().folded:
+            return value
+        unfolded: Tensor = value.unflatten(0, (self.rows, -1))
+        return unfolded
 
     def _has_heads(self, value: Tensor, known: KnownHeads) -> bool:
         """Whether heads have a dim of their own; who takes no maps need not fear to take one for heads."""
@@ -186,19 +213,22 @@ class TokenChoice:
         return Block(torch.cat(rows), numbers, positions)
 
 
-def tokens_first(name: str, value: Tensor, heads: Where) -> Tensor:
+def tokens_first(name: str, value: Tensor, heads: Where, checked: set[str]) -> Tensor:
     """``(N, T, heads, D)`` of ``(N, heads, T, D)``; any other value as it is."""
     if value.dim() != 4 or value.is_nested or not has_heads(value.shape, heads()):
         return value
-    return _tokens_first(name, value, heads())
+    return _tokens_first(name, value, heads(), checked)
 
 
-def _tokens_first(name: str, value: Tensor, known: KnownHeads) -> Tensor:
+def _tokens_first(name: str, value: Tensor, known: KnownHeads, checked: set[str]) -> Tensor:
     """``(N, T, …)``, where tokens may come after the heads, and heads may be repeated, which one batch may need."""
     if not known.counts:
         raise _no_tokens(name, value)
     try:
-        return once_each(value, known).movedim(token_dim(value.shape, known), 1)
+        once = once_each(value, known, name not in checked)
+        if once is not value:
+            checked.add(name)
+        return once.movedim(token_dim(value.shape, known), 1)
     except NoPart as error:
         raise _no_tokens(name, value, f": {error.why}") from None
 

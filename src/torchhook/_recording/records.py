@@ -14,7 +14,7 @@ from torch import Tensor
 from torchhook._recording import joining, saving
 from torchhook._recording.address import Site, Which, call_hint, readings, shown
 from torchhook._recording.rows import Record as Record
-from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
+from torchhook._recording.rows import Row, Window, chosen, first_position, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
 from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
@@ -164,7 +164,9 @@ class Recording:
 
     def _record(self, site: Site, row: Row) -> Record:
         passed = self._pass(site, row)
-        return Record(site, *row) if passed is None else Record(site, *row, passed.step, passed.position)
+        if passed is None:
+            return Record(site, *row)
+        return Record(site, *row, passed.step, first_position(site, row[2], passed))
 
     @property
     def sites(self) -> list[Site]:

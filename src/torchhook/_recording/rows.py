@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchhook._recording import tensor_codecs
 from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.steps import Pass
 from torchhook._recording.tables import facts, size
 from torchhook._values import tree
 
@@ -29,7 +30,9 @@ class Record:
     step: int | None = None
     """While a model generates: 0 in the prefill, 1 for the first token after it; ``None`` elsewhere."""
     position: int | None = None
-    """While a model generates: the index of the call's first token in the sequence, padding included."""
+    """While a model generates: where the first token of the value is in the sequence, padding included. That is the
+    call's first token; of logits that only the last ones have, and of keys and values with a cache, it is another.
+    ``None`` where it cannot be told."""
 
     @property
     def shape(self) -> Any:
@@ -98,6 +101,28 @@ def _nbytes(tensor: Tensor) -> int:
         return tensor.nbytes
     # Sparse tensors have no nbytes, or those of a dense one.
     return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
+
+
+def first_position(site: Site, value: Any, passed: Pass) -> int | None:
+    """Where in the sequence the first token of a value is, which passed in a call of a model that generates."""
+    first, given = passed.position, passed.tokens
+    name = site.kind
+    own = _tokens_in(value, name) if isinstance(value, Tensor) and not value.is_nested else None
+    if first is None or given is None or own is None or own == given:
+        return first
+    # Logits are made of the last tokens; what attention looks at ends with the last one, and begins in the cache.
+    if (own < given and (name == "logits" or own == passed.kept)) or (own > given and name in ("k", "v")):
+        return max(0, first + given - own)
+    return first if own > given else None
+
+
+def _tokens_in(value: Tensor, name: str) -> int | None:
+    """How many tokens a value has, by the standard name of its site; ``None`` where its shape does not tell."""
+    if value.dim() == 4 and name in ("q", "k", "v", "pattern"):
+        return value.shape[2]
+    if value.dim() == 2 and name == "logits":
+        return 1
+    return value.shape[1] if value.dim() == 3 else None
 
 
 Row = tuple[int, int, Any]

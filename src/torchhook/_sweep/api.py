@@ -12,12 +12,12 @@ from torch import nn
 from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.select import Selector, resolve
+from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.sweeps import Sweep, nothing_between
 from torchhook._sweep.estimate import Task
 from torchhook._sweep.estimate import estimate as estimated
-from torchhook._sweep.places import Way, along, by_head, by_token, columns, patchable, patches, places
+from torchhook._sweep.places import Way, along, by_head, by_token, columns, patchable, patches, places, too_late
 from torchhook._sweep.running import Metric, Runner, all_patches, number
 from torchhook.errors import warn
 
@@ -60,7 +60,7 @@ def sweep(
     Where they lie is found from what the modules around say of themselves, or named by ``heads=(dim, count)``.
 
     ``through`` lets a patch act by way of these sites alone: they are set to what they become when it is made, and
-    everything else stays as it is in the corrupted run.
+    everything else stays as it is in the corrupted run. Of sites that come after all of them, ``notes`` tell.
 
     ``estimate="gradient"`` runs no patch at all: two forward passes and one backward give the effect of every one to
     first order, exact where the model is linear between the two inputs. ``steps`` gradients instead, on the way from
@@ -90,6 +90,7 @@ def sweep(
     with torch.no_grad(), calling.undisturbed(model) as restore:
         session = Session(model, index=index, warn=False)
         session.record(targets, Keep())
+        passed = _watched(session, receivers)
         with session as recording:
             clean_value = number(metric, calling.call(model, before))
         found = [place for target in targets for place in places(target, recording, leaf, way)]
@@ -105,6 +106,7 @@ def sweep(
             # What rounding is measured by: a patched metric may itself be near zero.
             scale = max(abs(clean_value), abs(corrupted_value), abs(clean_value - corrupted_value))
             results, notes = all_patches(runner, cells, batch, scale, progress)
+    notes = [*notes, *too_late(found, passed)]
     if why := nothing_between(clean_value, corrupted_value):
         warn(why, UserWarning)
     # In double, whatever the default is: the effect of a patch may be small beside the metric.
@@ -113,6 +115,15 @@ def sweep(
         values[patch.row, patch.column] = value
     names = [str(place.target.site) for place in found]
     return Sweep(values, names, None if way is None else at, clean_value, corrupted_value, notes, estimate, over)
+
+
+def _watched(session: Session, receivers: list[Target]) -> list[int]:
+    """When each of these sites passes, in the order in which the session keeps values; filled as it runs."""
+    passed: list[int] = []
+    order = session.recording.order
+    for target in receivers:
+        session.look(target, lambda value, call: passed.append(next(order)))
+    return passed
 
 
 def _by_position(index: Index, dim: int | Literal["token"] | None) -> Way | None:

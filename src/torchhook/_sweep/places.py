@@ -12,6 +12,7 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
+from torchhook._recording.tables import counted
 from torchhook._values import tree
 from torchhook._values.heads import HeadAxis, NoPart, head_axis, token_dim
 from torchhook._values.parts import refuse_other_copies
@@ -75,6 +76,8 @@ class Place(NamedTuple):
     target: Target
     clean: dict[str, Tensor]
     cut: Cut
+    order: int = 0
+    """When it passed in the clean run."""
 
     @property
     def length(self) -> int:
@@ -167,8 +170,21 @@ def places(target: Target, recording: Recording, leaf: str | None, way: Way | No
     for record in records:
         here = target._replace(site=site.but(call=record.call if several else None))
         leaves = _leaves(record.value, str(site), leaf)
-        found.append(Place(here, leaves, Whole() if way is None else way(here, _only(leaves, str(site)))))
+        cut = Whole() if way is None else way(here, _only(leaves, str(site)))
+        found.append(Place(here, leaves, cut, record.order))
     return found
+
+
+def too_late(found: list[Place], passed: Sequence[int]) -> list[str]:
+    """What there is to say where a patch comes after the sites that it should go through, which ``passed`` then."""
+    late = [place for place in found if all(place.order > order for order in passed)]
+    if not passed or not late:
+        return []
+    names = ", ".join(repr(str(place.target.site)) for place in late[:3]) + (", …" if len(late) > 3 else "")
+    return [
+        f"{counted(len(late), 'site')} of {len(found)} come{'s' * (len(late) == 1)} after all that through= names "
+        f"({names}): no patch there goes through it, and the metric is the corrupted run's"
+    ]
 
 
 def _leaves(value: Any, site: str, leaf: str | None) -> dict[str, Tensor]:

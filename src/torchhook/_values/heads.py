@@ -1,15 +1,15 @@
 """Which dim of a value is the heads', and which the tokens': the one place where this is decided.
 
 Heads have a dim of their own, or lie side by side in one that they share; tokens are the dim after the rows, unless
-heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the value; where the
-two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
+heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the
+value; where the two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a
+size alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
 
 # By what these compute of values of four dims, heads come before queries.
 _HEADS_FIRST = ("scaled_dot_product_attention", "softmax")
@@ -60,6 +60,11 @@ class KnownHeads(NamedTuple):
     def comes_first(self) -> bool:
         """Whether heads are dim 1 of four, whatever the sizes: by the operation, or by what else is known."""
         return self.heads_first or self.op in _HEADS_FIRST
+
+    @property
+    def folded(self) -> int:
+        """How many heads each row has in dim 0 of a value of three dims: products may be of rows and heads as one."""
+        return self.queries or 1 if self.comes_first and not self.joined else 1
 
     def by_sizes(self) -> KnownHeads:
         """What is left to know where somebody's function may have moved the dims."""

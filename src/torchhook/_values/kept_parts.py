@@ -42,7 +42,7 @@ class Only(ValueObject):
             return self.positions
         if padding.known() is None:
             return self.positions
-        mask = padding.mask_of(tensor, parts.position_dim(tensor, self.heads, known))
+        mask = padding.mask_of(tensor, parts.position_dim(tensor, self.heads, known), lambda: known)
         if mask is None:
             return self.positions
         if not isinstance(self.positions, (int, list)):

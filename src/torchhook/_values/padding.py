@@ -220,7 +220,9 @@ def afterwards(transform: Any, padding: Known | None) -> Known | None:
     return found
 
 
-def real(tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | None = None) -> Tensor | None:
+def real(
+    tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | None = None, heads: Where = unknown
+) -> Tensor | None:
     """Which elements to take in where ``dims`` are reduced, in a shape that fits ``tensor``; ``None`` for all.
 
     >>> with knowing(given("lengths=", [1, 2], 2)):
@@ -228,7 +230,7 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | N
     [[True, False], [True, True]]
 
     ``named`` says that the user chose the dims: then the positions may be another one, which stays. ``time`` is theirs,
-    where it is known; else it is the one that is as long as the mask.
+    where it is known; else it is the one that is as long as the mask. ``heads`` asks what is known of the heads.
     """
     padding = known()
     if padding is None or not dims:
@@ -236,7 +238,7 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | N
     rows, shape = len(tensor), tensor.shape
     reduced = [dim % tensor.dim() for dim in dims]
     if time is not None:
-        return _spread(padding.at(rows, shape[time]), tensor, time) if time in reduced else None
+        return _spread(_at(padding, tensor, time, heads), tensor, time) if time in reduced else None
     fitting = [dim for dim in reduced if dim and padding.fits(rows, shape[dim])]
     others = [dim for dim in range(1, tensor.dim()) if padding.fits(rows, shape[dim])] if not fitting else []
     if others and named:
@@ -248,7 +250,7 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | N
         )
     found: Tensor | None = None
     for dim in fitting or reduced[:1]:
-        one = _spread(padding.at(rows, shape[dim]), tensor, dim)  # says what is wrong if no dim fits
+        one = _spread(_at(padding, tensor, dim, heads), tensor, dim)  # says what is wrong if no dim fits
         if one is not None:
             found = one if found is None else found & one
     return found
@@ -263,10 +265,21 @@ def _spread(mask: Tensor | None, tensor: Tensor, dim: int) -> Tensor | None:
     return spread.to(tensor.device, non_blocking=True)
 
 
-def mask_of(tensor: Tensor, dim: int = 1) -> Tensor | None:
+def mask_of(tensor: Tensor, dim: int = 1, heads: Where = unknown) -> Tensor | None:
     """The mask ``(N, T)``, on the host, of a value whose positions are ``dim``; ``None`` if every position is real."""
     padding = known()
-    return None if padding is None else padding.at(len(tensor), tensor.shape[dim])
+    return None if padding is None else _at(padding, tensor, dim, heads)
+
+
+def _at(padding: Known, tensor: Tensor, dim: int, heads: Where) -> Tensor | None:
+    """The mask of ``dim``; of a product of three dims, in which each row comes once for every head."""
+    rows, width = len(tensor), tensor.shape[dim]
+    if tensor.dim() == 3 and not padding.fits(rows, width):
+        times = heads().folded
+        if rows % times == 0 and padding.fits(rows // times, width):
+            mask = padding.at(rows // times, width)
+            return None if mask is None else mask.repeat_interleave(times, 0)
+    return padding.at(rows, width)
 
 
 def places(mask: Tensor, positions: Sequence[int]) -> Tensor:
@@ -314,7 +327,7 @@ def padding_along(tensor: Tensor, dims: Sequence[int] | None, heads: Where, name
         return None, 1
     time = dim_of_tokens(tensor, heads, name)
     asked = dims is None or time in {dim % tensor.dim() for dim in dims}
-    return (mask_of(tensor, time) if asked else None), time
+    return (mask_of(tensor, time, heads) if asked else None), time
 
 
 def unpadded(tensor: Tensor, mask: Tensor, time: int) -> list[Tensor]:

@@ -143,7 +143,8 @@ def part(
     added = 0 if axis is None or not axis.joined else 1 + (axis.groups > 1)
     dims: dict[str, int] = {}
     if rows is not None or _has_lines(positions):
-        dims["rows"] = _named(rows, tensor, "rows", lambda: _row_dim(tensor, known))
+        # A line for each of what is in dim 0 leaves no doubt.
+        dims["rows"] = 0 if rows is None else _named(rows, tensor, "rows", lambda: _row_dim(tensor, known))
     if positions is not None:
         dims["positions"] = _named(positions, tensor, "positions", lambda: _position_dim(tensor, axis, known))
     if (axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1) or len({*dims.values()}) != len(dims):
@@ -214,7 +215,7 @@ def _head_axis(tensor: Tensor, heads: Which, known: KnownHeads) -> HeadAxis:
 
 def _row_dim(tensor: Tensor, known: KnownHeads) -> int:
     """The dim of the rows; a product of three dims has the heads of all rows there, one after the other."""
-    if tensor.dim() == 3 and known.comes_first and not known.joined and (known.queries or 1) > 1:
+    if tensor.dim() == 3 and known.folded > 1:
         raise NoPart(
             f"rows and heads share a dim in a value of shape {tuple(tensor.shape)} here: {known}.",
             "Name it: rows=edits.along(which, dim=0) counts the heads of all rows.",
@@ -263,14 +264,17 @@ def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
             )
 
 
-def once_each(tensor: Tensor, known: KnownHeads) -> Tensor:
-    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is."""
-    if not known.shared or tensor.dim() != 4:
+def once_each(tensor: Tensor, known: KnownHeads, check: bool = True) -> Tensor:
+    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is.
+
+    ``check`` that copies are the same makes the host wait for a GPU.
+    """
+    axis = head_axis(tensor.shape, known) if known.shared and tensor.dim() == 4 else None
+    if axis is None or axis.copies == 1:
         return tensor
-    axis = head_axis(tensor.shape, known)
-    if axis.copies > 1:
+    if check:
         refuse_other_copies(tensor, axis)
-    return tensor if axis.copies == 1 else _copy(axis, 0, tensor)
+    return _copy(axis, 0, tensor)
 
 
 def _identity(tensor: Tensor) -> Tensor:
