@@ -70,9 +70,15 @@ class _EachTensor(ValueObject):
         return self.function in (*_OF_TOKENS, _narrow)
 
     @property
+    def leaves_one_token(self) -> bool:
+        """Whether the dim of tokens is gone from what it returns."""
+        pools = self.function is _pool and self.options["dims"] is None
+        return pools or (self.function is _tokens and not isinstance(self.args[0], list) and self.args[0] != "patches")
+
+    @property
     def moves_dims(self) -> bool:
         """Whether what it returns has other dims than the value, so that sizes alone tell which they are."""
-        return self.function in (_pool, _statistics) or (self.function is _tokens and isinstance(self.args[0], int))
+        return self.function in (_pool, _statistics)
 
     def __repr__(self) -> str:
         # What was not given is not written: a store compares this text with that of the run which it continues.
@@ -313,6 +319,8 @@ def heads_after(transform: Any, known: Where) -> Where:
         for one in transform.transforms:
             known = heads_after(one, known)
         return known
+    if isinstance(transform, _EachTensor) and transform.leaves_one_token:
+        return lambda: known().without_tokens()
     if transform is None or not getattr(transform, "moves_dims", True):
         return known
     return lambda: known().by_sizes()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
-from tests.language_models import small_bert, small_gpt2, small_llama
+from tests.language_models import small_bert, small_gpt2, small_llama, small_t5
 from torchhook import transforms as tf
 from torchhook.errors import ExtractError, PaddingWarning, StoreMismatchError
 
@@ -120,6 +120,36 @@ def test_a_run_goes_on_with_the_same_tokens_only(tmp_path: Path) -> None:
     for drop in (False, [BOS]):
         with pytest.raises(StoreMismatchError, match="lengths"):
             extract(model, rows, "@embed", tmp_path, **options | {"drop_special": drop})
+
+
+def test_a_decoder_has_its_own_ids_by_whatever_name(tmp_path: Path) -> None:
+    """As long as the encoder's, so that only the site tells which are meant."""
+    model, _ = small_t5()
+    ids = torch.tensor([[5, 1, 6, 2], [1, 7, 8, 2]])
+    decoder = torch.tensor([[0, 5, 6, 1], [0, 1, 1, 9]])
+    call = {"input_ids": ids, "decoder_input_ids": decoder}
+    sites = ["@decoder.resid_post.0", "@encoder.resid_post.0", "@decoder.v.1"]
+    features = extract(model, call, sites, tmp_path, drop_special=[1])
+    for site, of in zip(sites, (decoder, ids, decoder), strict=True):
+        assert [len(row) for row in features[site][:]] == (of != 1).sum(1).tolist()
+        (tokens,) = list(th.stream(model, call, site, drop_special=[1], shuffle=False, batch=99, buffer=99))
+        torch.testing.assert_close(torch.cat(list(features[site][:])).flatten(1), tokens)
+    torch.testing.assert_close(features[sites[0]][0], seen(model, "decoder.block.0", call)[0, :3])
+
+
+def test_a_row_of_special_tokens_alone_is_empty(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, 6, EOS], [BOS, EOS, EOS, EOS], [BOS, 7, EOS, PAD]])
+    call = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    features = extract(model, call, ["@embed", "@k.0"], tmp_path, drop_special=True)
+    assert [len(row) for row in features["@embed"][:]] == [len(row) for row in features["@k.0"][:]] == [2, 0, 1]
+    assert features.tokens("@embed", "@k.0").where(slice(None)).rows.tolist() == [0, 0, 2]
+
+
+def test_rows_of_a_transforms_own_making_are_refused(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    with pytest.raises(ExtractError, match="no token ids to drop by"):
+        extract(model, data(), "@embed", tmp_path, drop_special=True, transform=lambda value: tf.Rows(value.unbind()))
 
 
 def test_who_has_no_token_ids_is_told(tmp_path: Path) -> None:

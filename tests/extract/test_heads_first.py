@@ -198,3 +198,28 @@ def test_rows_and_heads_in_one_dim_have_the_padding_of_their_rows() -> None:
 
 def _first(value: Tensor) -> Tensor:
     return value[:, 0]
+
+
+@pytest.mark.parametrize(("make", "kernel"), KINDS)
+def test_heads_whose_tokens_are_gone_are_one_token(tmp_path: Path, make: Any, kernel: str) -> None:
+    model, _ = make(attn_implementation=kernel)
+    data = batch()
+    whole = values(model, data, make is small_gpt2)
+    alone = [row[:length] for row, length in zip(whole, LENGTHS, strict=True)]
+    for transform, expected in (
+        (tf.tokens("last"), torch.stack([row[-1] for row in alone])),
+        (tf.compose(tf.pool("mean"), tf.cast(torch.float64)), torch.stack([row.mean(0) for row in alone]).double()),
+    ):
+        options: dict[str, Any] = {"transform": transform, "batch_size": 3}
+        (tokens,) = list(th.stream(model, data, "@v.1", shuffle=False, batch=100, buffer=100, **options))
+        torch.testing.assert_close(tokens, expected)
+        found = th.statistics(model, data, "@v.1", **options)["@v.1"]
+        assert found.count == 6
+        torch.testing.assert_close(found.mean, expected.double().mean(0), rtol=1e-5, atol=1e-7)
+        # A store keeps what passes: with a mask, heads of keys and values come once for each head of queries.
+        heads = expected.unflatten(1, (-1, 8))
+        heads = heads.repeat_interleave(4 // heads.shape[1], 1)
+        for name, more in (("lengths", {"lengths": "attention_mask"}), ("special", {"drop_special": [1]})):
+            out = tmp_path / f"{name} {transform}"
+            stored = th.extract(model, data, "@v.1", out, progress=False, labels=False, **options, **more)["@v.1"][:]
+            torch.testing.assert_close(stored.reshape(6, 4, 8), heads)

@@ -174,7 +174,7 @@ class Forward:
         rows = next((len(ids) for ids in token_ids(call).values()), None)
         if rows is None:
             raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
-        choice = TokenChoice(call, rows, 0, self.special, None, maps=False, checked=self.checked)
+        choice = TokenChoice(call, rows, 0, self.special, None, False, self.checked, self.padding.paths)
 
         def cut(site: str, value: Any) -> None:
             found = {name: choice.by_row(name, part, self.heads[site]) for name, part in parts(site, value)}

@@ -116,8 +116,16 @@ class Passes:
     ) -> None:
         call = self._forward.call_of(batch.value)
         said = self.extras.padding(batch.value, batch.start, batch.good)
+        forward = self._forward
         choice = TokenChoice(
-            call, batch.span, batch.start, self.special, self.channel, self.maps, self._forward.checked
+            call,
+            batch.span,
+            batch.start,
+            self.special,
+            self.channel,
+            self.maps,
+            forward.checked,
+            forward.padding.paths,
         )
         calls: Counter[str] = Counter()
         heads = self._forward.heads

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchhook._extract.row_numbers import check_number_of_rows
 from torchhook._features.api import shown
 from torchhook._values import padding, tree
-from torchhook._values.heads import KnownHeads, NoPart, Where, has_heads, token_dim, unknown
+from torchhook._values.heads import KnownHeads, NoPart, Where, has_heads, token_dim, unknown, with_one_token
 from torchhook._values.parts import once_each
 from torchhook._values.running import Block
 from torchhook._values.tree import Inputs
@@ -61,7 +61,8 @@ class TokenChoice:
 
     ``maps`` says that values may be maps ``(N, C, H, W)``, whose tokens are pixels; ``channel`` is the dim of a row
     that holds the numbers of a token, where that is not the last, or the first of a map. ``checked`` are the sites
-    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU.
+    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU. ``paths``
+    are those of the modules that sites are at, which a standard name does not show.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class TokenChoice:
         channel: int | None,
         maps: bool,
         checked: set[str] | None = None,
+        paths: Mapping[str, str] | None = None,
     ) -> None:
+        self.paths = paths or {}
         self.checked = set() if checked is None else checked
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
         self.special = torch.tensor(sorted(special)) if special else None
@@ -87,9 +90,10 @@ class TokenChoice:
         try:
             if isinstance(value, Rows):
                 return self._of_rows(name, value)
-            value = self._unfolded(value, heads)
-            if value.dim() == 4 and self.channel is None and self._has_heads(value, heads()):
-                value = _tokens_first(name, value, heads(), self.checked).flatten(2)
+            if value.dim() > 2 and self.channel is None:
+                value, known = with_one_token(self._unfolded(value, heads), heads())
+                if value.dim() == 4 and self._has_heads(value, known):
+                    value = _tokens_first(name, value, known, self.checked).flatten(2)
             tokens, width = self._flat(name, value)
             mask = self._mask(value, width)
         except TransformError as error:
@@ -107,7 +111,11 @@ class TokenChoice:
 
     def by_row(self, name: str, value: Any, heads: Where = unknown) -> Any:
         """The tokens of each row, where a value has any; what is made of all tokens of a row stays as it is."""
+        if isinstance(value, Rows):
+            self._of_rows(name, value)  # which says what is missing
         if not isinstance(value, Tensor) or value.is_nested or value.dim() < 3:
+            return value
+        if with_one_token(value, heads())[0] is not value:
             return value
         value = self._unfolded(value, heads)
         check_number_of_rows(name, value, self.rows)
@@ -198,7 +206,8 @@ class TokenChoice:
         return chosen
 
     def _named(self, name: str) -> Tensor | None:
-        of_decoder = "decoder" in name.split(".") and "decoder_input_ids" in self.ids
+        path = self.paths.get(name) or self.paths.get(name.rpartition("[")[0], name)
+        of_decoder = "decoder" in path.split(".") and "decoder_input_ids" in self.ids
         own = "decoder_input_ids" if of_decoder else "input_ids"
         return self.ids.get(own, next(iter(self.ids.values()), None))
 
@@ -214,7 +223,9 @@ class TokenChoice:
 
 
 def tokens_first(name: str, value: Tensor, heads: Where, checked: set[str]) -> Tensor:
-    """``(N, T, heads, D)`` of ``(N, heads, T, D)``; any other value as it is."""
+    """``(N, T, heads, D)`` of ``(N, heads, T, D)``, and one dim of heads without tokens; any other as it is."""
+    if value.dim() == 3 and not value.is_nested and with_one_token(value, heads())[0] is not value:
+        return value.flatten(1)
     if value.dim() != 4 or value.is_nested or not has_heads(value.shape, heads()):
         return value
     return _tokens_first(name, value, heads(), checked)

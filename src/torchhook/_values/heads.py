@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 # By what these compute of values of four dims, heads come before queries.
 _HEADS_FIRST = ("scaled_dot_product_attention", "softmax")
 
@@ -50,6 +52,8 @@ class KnownHeads(NamedTuple):
     """Whether heads come before tokens in values of four dims, by what is computed of them: sizes need not tell."""
     shared: bool = False
     """Whether these are keys or values, which a kernel may be given once for each head of queries."""
+    reduced: bool = False
+    """Whether the tokens of four dims are gone, chosen or pooled: of three that are left, dim 1 is the heads'."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -65,6 +69,10 @@ class KnownHeads(NamedTuple):
     def folded(self) -> int:
         """How many heads each row has in dim 0 of a value of three dims: products may be of rows and heads as one."""
         return self.queries or 1 if self.comes_first and not self.joined else 1
+
+    def without_tokens(self) -> KnownHeads:
+        """What is known once a transform has left one token of each row, or none."""
+        return self._replace(reduced=True)
 
     def by_sizes(self) -> KnownHeads:
         """What is left to know where somebody's function may have moved the dims."""
@@ -189,6 +197,15 @@ def token_dim(
         f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(shape)}.",
         _NAME_POSITIONS,
     )
+
+
+def with_one_token(tensor: Tensor, known: KnownHeads) -> tuple[Tensor, KnownHeads]:
+    """``(N, heads, 1, D)`` of heads whose tokens are gone, and what is known of that; any other as it is."""
+    if tensor.dim() != 3 or not known.reduced:
+        return tensor, known
+    whole = known._replace(reduced=False, heads_first=True)
+    one = tensor.unsqueeze(2)
+    return (one, whole) if tensor.shape[1] in known.counts and has_heads(one.shape, whole) else (tensor, known)
 
 
 def has_heads(shape: Sequence[int], known: KnownHeads) -> bool:
