@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.index import Index, unwrapped
-from torchhook._core.keep import Keep, Transform
+from torchhook._core.keep import Keep
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
 from torchhook._core.select import Selector, Target, resolve
@@ -19,7 +19,7 @@ from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
-from torchhook.transforms import compose
+from torchhook.transforms import Transform, compose
 
 Edits = Mapping[Any, Any]
 Gather = Literal["local", "full"]
@@ -174,8 +174,17 @@ def run(
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     >>> output, rec = run(model, torch.ones(2, 3), capture="0")
 
-    With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
-    taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
+    With ``edit`` alone, nothing is recorded. With ``stop=True`` the forward pass ends at the last site, and the output
+    is a ``Stopped``.
+
+    Args:
+        model: The model.
+        args: What it is called with.
+        capture: What to record, by any selector.
+        edit: Edits by selector, as ``th.edit`` takes them.
+        before_edits, exclude, port, keep, device, dtype, transform, stop: As in ``th.capture``.
+        kwargs: Keyword arguments of the model whose names are taken here.
+        model_kwargs: All its others.
     """
     _refuse_meant_for_run(model, model_kwargs)
     if capture is None and edit is not None:

@@ -86,6 +86,28 @@ class Used(nn.Module):
         return made
 
 
+class Written(nn.Module):
+    """Activations in place: behind a layer, of a view, of what was used before, by keyword, and one after the other."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        kinds = [kind for kind in sorted(observing._WRITE, key=str) if kind is not nn.Mish]
+        self.chain = nn.Sequential(*[part for kind in kinds for part in (nn.Linear(8, 8), kind(inplace=inplace))])
+        self.relu, self.silu, self.last = nn.ReLU(inplace), nn.SiLU(inplace), nn.Mish(inplace)
+        self.odd = nn.ReLU(inplace)
+        self.odd.forward = lambda x: x  # type: ignore[method-assign]  # hands on what it is given
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.odd(self.chain(x))
+        left, right = (x * 2)[:, :4], x * 3
+        used = right + 1
+        left = self.silu(self.relu(left) + 0.5)
+        under = (x * 4)[:, 2:6]
+        self.relu(under)  # and read under its old name
+        left = left + under
+        return left * self.last(input=x + used)[:, 4:] + self.relu(right)[:, :4]
+
+
 class Saving(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -111,6 +133,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "checkpoint": (lambda: nn.Sequential(Saving(False)), (3, 4)),
     "reentrant checkpoint": (lambda: nn.Sequential(Saving(True)), (3, 4)),
     "frozen": (lambda: nn.Sequential(Frozen()), (3, 4)),
+    "activations": (lambda: nn.Sequential(Written()), (3, 8)),
+    "activations of new memory": (lambda: nn.Sequential(Written(inplace=False)), (3, 8)),
     "rnn": (lambda: nn.Sequential(nn.LSTM(4, 4)), (3, 4)),
 }
 
@@ -163,6 +187,22 @@ def test_gradients_are_those_of_autograd_in_a_twin_without_in_place_layers() -> 
     session.close()
     for name, gradient in expected.items():
         torch.testing.assert_close(seen[f"{name}:grad"], [gradient])
+
+
+def test_activations_in_place_need_nobody_before_them_and_calls_are_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Flatten(0))
+    index, calls = Index(model), list[tuple[str, int]]()
+    session = Session(model, index=index, warn=False)
+    for target in resolve(index, "**"):
+        name = str(target.site)
+        observe(session, target, lambda value, call, name=name: calls.append((name, call)), lambda value, call: None)
+    with session:
+        assert [bool(module._forward_pre_hooks) for module in model] == [False, False, True]
+        for _ in range(2):
+            model(torch.ones(2, 3))
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    assert calls == [(name, call) for call in range(3) for name in ("0", "1", "2")]
 
 
 @pytest.mark.parametrize("apart", [True, False])

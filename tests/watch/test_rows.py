@@ -12,7 +12,8 @@ import torch
 from tests.watch.emulated import TILE, Kernels, emulated  # noqa: F401
 from tests.watch.tensors import TENSORS, by_numpy, randn
 from torchhook._watch import rows as rows_of
-from torchhook._watch.rows import Rows, flat_layout, in_memory, unit_layout, works
+from torchhook._watch.plans import flat_layout, unit_layout
+from torchhook._watch.rows import Rows, in_memory, works
 from torchhook._watch.tables import merged, merged_norms
 
 CPU = torch.device("cpu")

@@ -28,8 +28,7 @@ from torchhook._torch.hooks import Undo, put_after, put_before
 from torchhook._values import tree
 from torchhook._values.heads import UNKNOWN, KnownHeads
 from torchhook.errors import EditError, SessionError
-
-Transform = Callable[[Any], Any]
+from torchhook.transforms import Transform
 
 
 class Wanted(NamedTuple):

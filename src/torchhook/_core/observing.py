@@ -7,6 +7,7 @@ the work of all. Everything else goes the way of ``taps``, ``gradients`` and ``l
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -17,18 +18,27 @@ from torchhook._core.listening import Chain, Link, LinkHook
 from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
-from torchhook._core.taps import InputTap, Look, OutputTap, listening, repeated
-from torchhook._torch import saved_tensor_hooks, torch_task
+from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listening, repeated
+from torchhook._torch import saved_tensor_hooks, torch_task, version
 from torchhook._torch.compiler import in_trace
-from torchhook._torch.hooks import Undo, knows_results, newest_step, put_on_result
+from torchhook._torch.hooks import Undo, is_on, knows_results, put_on_newest
 
 _DIMS = ("1d", "2d", "3d")
 _BY_DIMS = "Conv", "ConvTranspose", "BatchNorm", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"
 _OTHERS = "Linear", "Bilinear", "LayerNorm", "GroupNorm", "RMSNorm", "Embedding", "GELU", "Sigmoid", "Tanh", "Softmax"
 _NAMES = [*(kind + dims for kind in _BY_DIMS for dims in _DIMS), *_OTHERS]
+_ACTIVATIONS = "ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "SiLU", "Mish", "Hardswish", "Hardsigmoid"
+
+
+def _classes(names: Iterable[str]) -> frozenset[type[nn.Module]]:
+    return frozenset(getattr(nn, name) for name in names if hasattr(nn, name))
+
+
 # What these return lies in memory of its own, so that nobody need look at what they are given. These very classes:
 # nobody knows what a subclass does.
-_MAKE_NEW = frozenset(getattr(nn, name) for name in _NAMES if hasattr(nn, name))
+_MAKE_NEW = _classes(_NAMES)
+# These too, or else they return what they were given and have written to it: ``inplace=True``.
+_WRITE = _classes(_ACTIVATIONS)
 
 
 def can_observe(session: Session, target: Target) -> bool:
@@ -47,8 +57,11 @@ def observe(session: Session, target: Target, look: Look, gradient_look: Look) -
     grad_tap = GradTap(site.path, session.scope)
     grad_tap.add_look(gradient_look)
     gradient = OutputGradient(grad_tap, taps.handles, taps.aliases)
-    makes_new = type(module) in _MAKE_NEW and "forward" not in vars(module)
-    tap = ObserveTap(site.path, seen_from, look, grad_tap, gradient, makes_new)
+    kind, is_own = type(module), "forward" in vars(module)
+    writes = kind in _WRITE and not is_own
+    makes_new = writes or (kind in _MAKE_NEW and not is_own)
+    leaving = _written_to(gradient) if writes else gradient.leaving
+    tap = ObserveTap(site.path, seen_from, look, grad_tap, gradient, leaving, makes_new, writes)
     taps._outputs[id(module)] = module, tap
     if not makes_new:
         taps._inputs[id(module)] = module, Entrance(site.path, seen_from, gradient)
@@ -73,18 +86,38 @@ def go_on(session: Session) -> None:
             grad_tap._without_grad = {}
 
 
+def _written_to(gradient: OutputGradient) -> Alias:
+    """As ``gradient.leaving``, behind a module that has written to what it was given, if that is what it returns."""
+
+    def leaving(value: Any, call: int, source: Any, again: bool) -> Any:
+        if type(value) is Tensor and len(source) == 1 and value is source[0] and not value.is_inference():
+            gradient.entered_before(value, version(value) - 1)
+        return gradient.leaving(value, call, source, again)
+
+    return leaving
+
+
 class ObserveTap(OutputTap):
     """The forward hook of a module whose output and gradient are looked at by one who changes nothing."""
 
     _is_plain = False
 
     def __init__(
-        self, label: str, scope: Any, look: Look, grad_tap: GradTap, gradient: OutputGradient, makes_new: bool
+        self,
+        label: str,
+        scope: Any,
+        look: Look,
+        grad_tap: GradTap,
+        gradient: OutputGradient,
+        leaving: Alias,
+        makes_new: bool,
+        writes: bool,
     ) -> None:
         super().__init__(label, scope)
         self.add_look(look)
-        self.add_alias(gradient.leaving)
+        self.add_alias(leaving)
         self._look, self._grad_tap, self._gradient, self._makes_new = look, grad_tap, gradient, makes_new
+        self._writes = writes
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         super().attach(undo, module)
@@ -105,22 +138,31 @@ class ObserveTap(OutputTap):
             or saved_tensor_hooks() is not None
         ):
             return super().__call__(module, args, output)
-        number = newest_step(output)
-        given = args[0] if args and self._makes_new else None
-        if number < 0 or output is given or not (self._makes_new or self._gradient.is_new(output, args)):
+        gradient = self._gradient
+        if self._makes_new:
+            if args and output is args[0] and not self._writes:
+                return super().__call__(module, args, output)
+        elif not gradient.is_new(output, args):
             return super().__call__(module, args, output)
-        call, handles = next(self.calls), self._gradient.handles
-        arrival = Arrival(self._gradient, self._grad_tap, call, number, output.output_nr)
-        if put_on_result(output, arrival):
+        handles = gradient.handles
+        arrival = Arrival(gradient, self._grad_tap, handles.round)
+        is_first = put_on_newest(output, arrival)
+        if not is_first and (is_first is None or not _joins(arrival, handles.latest, output)):
+            return super().__call__(module, args, output)
+        arrival._call = call = next(self.calls)
+        self.ran = call + 1
+        if is_first:
             handles.results.append(arrival)
             handles.latest = arrival
             if call % 64 == 63:  # many in one round: graphs come and go
                 handles.prune_results()
-        elif handles.latest is None or not handles.latest.add(arrival):
-            return super().__call__(module, args, output)
-        self.ran = call + 1
         self._look(output, call)
         return None
+
+
+def _joins(arrival: Arrival, latest: Arrival | None, output: Tensor) -> bool:
+    """What a layer returns, its container often does too: let the hook of the one hear for the other, if it can."""
+    return latest is not None and is_on(output, latest) and latest.add(arrival)
 
 
 class Entrance(InputTap):
@@ -158,22 +200,21 @@ class Arrival(Chain):
     The gradients of nearly all tensors are heard by one.
     """
 
-    __slots__ = ("_all", "_call", "_gradient", "_held", "_others", "_place", "_round", "_step", "_tap", "where")
+    __slots__ = ("_all", "_call", "_gradient", "_held", "_others", "_round", "_tap", "where")
+    _call: int
+    where: ref[Any]
+    """The hooks of the tensor, of which this is one."""
 
     # As few objects as can be: one is made for every layer, and the collector counts them.
-    def __init__(self, gradient: OutputGradient, tap: GradTap, call: int, step: int, place: int) -> None:
+    def __init__(self, gradient: OutputGradient, tap: GradTap, of_round: int) -> None:
         self.done = None
-        self.where: ref[Any] | None = None
-        """The hooks of the tensor, of which this is one."""
         self._all: list[ref[Link]] | None = None
-        self._gradient, self._tap, self._call = gradient, tap, call
-        self._step, self._place, self._round = step, place, gradient.handles.round
+        self._gradient, self._tap, self._round = gradient, tap, of_round
         self._others: list[Arrival] | None = None
 
     def add(self, other: Arrival) -> bool:
-        """Hear for another of the same session too, if it is of the same tensor and nobody else has joined: what a
-        layer returns, its container often does too."""
-        if self._all is not None or self._step != other._step or self._place != other._place:
+        """Hear for another of the same session and tensor too, if nobody else has joined."""
+        if self._all is not None:
             return False
         self._others = [*(self._others or ()), other]
         return True

@@ -21,7 +21,7 @@ from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
-from torchhook._core.scope import Scope, Stop, Stopped
+from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.shown import Shown
@@ -245,6 +245,9 @@ class Session(Shown):
             self._depths = functional.depths()
             if self._own_threads_only:
                 scope.enter()
+            elif UNSEEN in active.get():
+                for _, tap in taps:
+                    tap.made_unseen = True
         except BaseException:
             attachment.remove()
             self._closed = True

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
+from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
@@ -29,26 +30,51 @@ _CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 _KEPT = ("logits_to_keep", "num_logits_to_keep")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
-_DEEPEST = 2  # PEFT holds a model that generates two levels below its own
-_WIDEST = 8  # who wraps a model has few modules of its own: below more of them are layers
+_known: WeakKeyDictionary[Index, list[nn.Module]] = WeakKeyDictionary()
+"""By the names of a model: a session that opens again looks for nothing."""
 
 
-def generators(root: nn.Module) -> list[nn.Module]:
-    """The modules of a model that are called again and again while something is generated: mostly the model itself."""
-    kind: Any = type(root)
-    found = [root] if _generates(kind) or _takes_cache(kind) else []
-    level = [root]
-    for _ in range(_DEEPEST):
-        below: list[nn.Module | None] = []
-        for module in level:
-            if module._modules:
-                below += module._modules.values()
-        level = [module for module in below if module is not None]
-        kinds: list[Any] = [type(module) for module in level]
-        found += [module for module, kind in zip(level, kinds, strict=True) if _generates(kind)]
-        if len(level) > _WIDEST:
-            break
+_kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
+
+
+def generators(index: Index) -> list[nn.Module]:
+    """The modules of a model that are called again and again while something is generated: mostly the model itself.
+
+    Whatever has a ``generate``, however deep it lies; and the one that takes tokens and a cache, which a loop of
+    somebody's own may call.
+    """
+    found = _known.get(index)
+    if found is None:
+        outer = _walked([index.root], _takes_cache)
+        whole = [module for module in outer.values() if _takes_cache(_kind(module))]
+        # What such a model holds is called by it, unless it generates by itself.
+        every = outer | _walked([child for module in whole for child in _children(module)])
+        # Of several, none of which generates, nobody can tell whose calls are the steps.
+        alone = id(whole[0]) if len(whole) == 1 else None
+        found = [module for key, module in every.items() if key == alone or _generates(_kind(module))]
+        _known[index] = found
     return found
+
+
+def _walked(waiting: list[nn.Module], ends: Callable[[Any], bool] = lambda kind: False) -> dict[int, nn.Module]:
+    """Modules and those below them that may matter, by id; but none below those whose class ``ends`` names."""
+    found: dict[int, nn.Module] = {}
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            if not ends(_kind(module)):
+                waiting += _children(module)
+    return found
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Those that hold others, or generate: most of a model are leaves that do neither, and they take the time."""
+    own = module._modules.values()
+    return [c for c in own if c is not None and (c._modules or (type(c) not in _TORCH and _generates(_kind(c))))]
+
+
+_TORCH = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
 
 
 # By class, and remembered: this is asked whenever a session opens.
@@ -353,9 +379,11 @@ Attached = tuple[nn.Module, Attachable]
 
 def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
-    modules = generators(taps.root_module)
     # Who only looks, as a guard does, asks for no steps.
-    if not modules or not (recording.is_open or any(tap.edits for tap in taps.all())):
+    if not (recording.is_open or any(tap.edits for tap in taps.all())):
+        return taps
+    modules = generators(taps.index)
+    if not modules:
         return taps
     steps = Steps(recording, scope)
     attachment.defer(steps.close)

@@ -86,8 +86,8 @@ class Extras:
             return None
         try:
             chosen = _plain(IDS, _chosen(self.ids, batch, row, [0], "ids"), 1)[0]
-        except Exception:
-            return None  # what is wrong with a row may be just its id
+        except Exception:  # the user's own function or table: what is wrong with a row may be just its id
+            return None
         return _text(chosen) if isinstance(chosen, str) else chosen
 
     def padding(self, batch: Any, start: int, good: Sequence[int]) -> Said:

@@ -25,11 +25,10 @@ from torchhook._values.heads import Where
 from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
-from torchhook.transforms import Rows
+from torchhook.transforms import Rows, Transform
 
 Put = Callable[[str, Any], None]
 """Takes the address of a site and what is kept of its value."""
-Transform: TypeAlias = Callable[[Any], Any]
 Transforms: TypeAlias = "Transform | Mapping[Any, Transform | None] | None"
 """One for all sites, or one for those that each selector of a mapping means."""
 

@@ -265,7 +265,7 @@ class Recording:
             records = self.records(site)
             nbytes = sum(record.nbytes for record in records)
             total += nbytes
-            shapes = list(dict.fromkeys(record.shape for record in records))
+            shapes = list(dict.fromkeys(record.text for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
             generated = _generated(records) if self.passes else []

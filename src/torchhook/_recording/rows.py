@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,15 +35,33 @@ class Record:
     ``None`` where it cannot be told."""
 
     @property
-    def shape(self) -> str:
+    def shape(self) -> Any:
+        """The shape of the tensor, as a tuple; of a value with several, a dict of theirs by leaf, as in addresses.
+
+        >>> Record(Site("fc"), 0, 0, torch.zeros(2, 3)).shape == torch.Size([2, 3])
+        True
+        >>> Record(Site("lstm"), 0, 0, (torch.zeros(5, 4), {"h": torch.zeros(2), "c": None})).shape
+        {'0': (5, 4), '1.h': (2,)}
+
+        A dim of a nested tensor that has no one size is ``None``.
+        """
+        if isinstance(self.value, (Tensor, np.ndarray)):
+            return _shape(self.value)
+        return {leaf: _shape(t) for leaf, t in tree.leaves(self.value) if isinstance(t, (Tensor, np.ndarray))}
+
+    @property
+    def text(self) -> str:
+        """The shapes of the value in a few characters, as tables show them."""
         return tree.describe(self.value)
 
     @property
     def dtype(self) -> str:
+        """In words, as ``float32``, which several tensors may have in common; else ``float32/int64``."""
         return _common(str(t.dtype).removeprefix("torch.") for t in tree.tensors(self.value))
 
     @property
     def device(self) -> str:
+        """In words, as ``cpu``, which several tensors may have in common; else ``cpu/cuda:0``."""
         return _common(str(t.device) for t in tree.tensors(self.value))
 
     @property
@@ -51,12 +70,26 @@ class Record:
 
     def __repr__(self) -> str:  # without the numbers, which are most of it and seldom meant
         step = "" if self.step is None else f", step {self.step}"
-        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.shape} {self.dtype} on {self.device}>"
+        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.text} {self.dtype} on {self.device}>"
 
     def _repr_html_(self) -> str:
-        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.shape}
+        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.text}
         told |= {"dtype": self.dtype, "device": self.device, "memory": size(self.nbytes)}
         return facts(self.site.shown, {name: value for name, value in told.items() if value is not None})._repr_html_()
+
+
+def _shape(value: Tensor | np.ndarray[Any, Any]) -> tuple[int | None, ...]:
+    if isinstance(value, Tensor) and value.is_nested:
+        return tuple(_size(value, dim) for dim in range(value.dim()))
+    return tuple(value.shape)
+
+
+def _size(nested: Tensor, dim: int) -> int | None:
+    try:
+        found = nested.size(dim)
+    except RuntimeError:  # as the strided ones say it
+        return None
+    return found if type(found) is int else None  # and the jagged ones, by a symbol
 
 
 def _common(texts: Iterator[str]) -> str:

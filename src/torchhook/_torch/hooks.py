@@ -127,29 +127,30 @@ def registered_anywhere() -> int:
 # -- results of steps of the graph ----------------------------------------------------------------------
 
 
-def newest_step(tensor: Tensor) -> int:
-    """The number of the step that made a tensor, if none is newer and it is no view: nobody has used it yet; or -1."""
-    made: Any = tensor.grad_fn
-    if made is None or tensor._base is not None:
-        return -1
-    number: int = made._sequence_nr()
-    return number if number + 1 == _next_step() else -1
+def put_on_newest(tensor: Tensor, hook: Any) -> bool | None:
+    """Call ``hook(gradient)`` for what the newest step has made, which is no view: nobody can have used it yet.
 
-
-def put_on_result(tensor: Tensor, hook: Any) -> bool:
-    """Call ``hook(gradient)`` for what a step has made, where nobody has put one on yet; whether it was so.
-
-    Without a handle, and without counting as registered: one comes and goes for every layer. ``hook.where`` is told of
-    the dict that holds it, which goes with the graph, and whose key it is.
+    ``False`` where somebody has put one on already, ``None`` where it is nothing of this kind. Without a handle, and
+    without counting as registered: one comes and goes for every layer. ``hook.where`` is told of the dict that holds
+    it, which goes with the graph, and whose key it is.
     """
+    made: Any = tensor.grad_fn
+    if made is None or tensor._base is not None or made._sequence_nr() + 1 != _next_step():
+        return None
     if tensor._backward_hooks is not None:
         return False
     hooks: Any = OrderedDict()
     tensor._backward_hooks = hooks
-    tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    made._register_hook_dict(tensor)
     hook.where = ref(hooks)
     hooks[hook] = hook  # torch's keys are numbers
     return True
+
+
+def is_on(tensor: Tensor, hook: Any) -> bool:
+    """Whether a hook that was put on the newest is on this very tensor."""
+    hooks: Any = tensor._backward_hooks
+    return hooks is not None and hook in hooks
 
 
 def first_on(tensor: Tensor) -> Any:
@@ -174,14 +175,13 @@ def _works_on_results() -> bool:
     try:
         older = leaf * 2
         result = older * 3
-        if newest_step(result) < 0 or newest_step(older) >= 0 or newest_step(leaf) >= 0 or newest_step(result[:]) >= 0:
-            return False
-        once = put_on_result(result, hook) and first_on(result) is hook and first_on(older) is None
+        once = put_on_newest(result, hook) and put_on_newest(result, _Noting(found)) is False
+        others = [put_on_newest(other, _Noting(found)) for other in (older, leaf, result[:])]
+        known = first_on(result) is hook and is_on(result, hook) and not is_on(older, hook)
         (result * 4).sum().backward(retain_graph=True)
-        twice = put_on_result(result, _Noting(found))
         hook.where().pop(hook)
         (result * 5).sum().backward()
-        return once and not twice and found == [4.0]
+        return bool(once) and known and others == [None] * 3 and found == [4.0]
     except Exception:  # whatever a later torch makes of it
         return False
 
@@ -189,7 +189,7 @@ def _works_on_results() -> bool:
 _next_step: Callable[[], int] = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", lambda: 0)
 is_direct = _works()
 knows_results = _works_on_results()
-"""Whether ``newest_step`` and ``put_on_result`` do what they say."""
+"""Whether ``put_on_newest`` and ``is_on`` do what they say."""
 
 
 # -- who holds a value ---------------------------------------------------------------------------------

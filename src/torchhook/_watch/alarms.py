@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from numpy.typing import NDArray
 
 from torchhook._recording.address import shown
 from torchhook._recording.tables import facts
@@ -71,7 +71,7 @@ class AlarmState:
         self._said: set[tuple[str, str]] = set()  # once for each site and kind: it rarely goes away by itself
         self._weak: dict[str, int] = {}
         self._usual: dict[str, tuple[int, float]] = {}
-        self._alive: dict[tuple[str, tuple[int, int]], tuple[int, Tensor]] = {}
+        self._alive: dict[tuple[str, tuple[int, int]], tuple[int, NDArray[Any]]] = {}
 
     def check(
         self,
@@ -113,8 +113,8 @@ class AlarmState:
                 name = site if len(units) == 1 else f"{site}#{call}"
                 self._say_dead(step, name, found, [] if bool(found.any()) else blocked)
 
-    def _say_dead(self, step: int, site: str, mask: Tensor, blocked: list[str]) -> None:
-        which = (~mask).nonzero().flatten().tolist()
+    def _say_dead(self, step: int, site: str, mask: NDArray[Any], blocked: list[str]) -> None:
+        which = (~mask).nonzero()[0].tolist()
         if which:
             units = ", ".join(map(str, which[:8])) + (", …" if len(which) > 8 else "")
             times = self.limits.window
@@ -123,7 +123,7 @@ class AlarmState:
                 step,
                 site,
                 "dead",
-                f"{site!r}: {len(which)} of {mask.numel()} units were zero in {steps} that it ran in (units {units})."
+                f"{site!r}: {len(which)} of {mask.size} units were zero in {steps} that it ran in (units {units})."
                 f"{_blocked(blocked)} A lower learning rate, another initialization or a leaky activation keeps units "
                 "alive.",
             )

@@ -21,6 +21,7 @@ from torchhook._core.sharding import Home
 from torchhook._core.taps import Look
 from torchhook._recording.address import Site
 from torchhook._watch.alarms import Alarms, AlarmState
+from torchhook._watch.joining import Joiner
 from torchhook._watch.ledger import Key, Ledger, Room
 from torchhook._watch.looks import Looks
 from torchhook._watch.shared import Shared
@@ -90,6 +91,7 @@ class Engine:
         self._built: Built | None = None
         self._registered = -1
         self._room: Room = {}
+        self._joiner = Joiner()
         self._wanted = watched.wanted
 
     def advance(self) -> None:
@@ -115,7 +117,7 @@ class Engine:
             scale = self._loss_scale() if callable(self._loss_scale) else self._loss_scale
             built = self._built if goes_on else self._build(watched.trained())
             assert built is not None
-            step = built.looks.begin(Ledger(self._room))
+            step = built.looks.begin(Ledger(self._room, self._joiner))
             step.number, step.loss_scale = number, float(scale)
             self._norms = self._weights.begin(built.trained, step.ledger, step.weights_lie)
         except BaseException:

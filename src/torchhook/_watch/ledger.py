@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -15,13 +15,25 @@ from torchhook._torch import foreach
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured
 from torchhook._values.subclasses import local
-from torchhook._watch.rows import MOST, READ, Plans, Row, Rows, has_rows
+from torchhook._watch.joining import Joiner
+from torchhook._watch.places import Arrangement
+from torchhook._watch.plans import Plans
+from torchhook._watch.rows import MOST, READ, Row, Rows, has_rows
 from torchhook._watch.shared import part_norm
 from torchhook._watch.tables import Table, merged, merged_norms
 
 Key = Hashable
 """Where a number is in what ``read`` returns. A ``Row`` has its place in the table of its device, there under
 ``("table", device)``, or in the list of its norms, under ``("norms", device)``."""
+
+
+class Several(NamedTuple):
+    """A key of one of many numbers that are held together."""
+
+    of: Key
+    at: int
+
+
 _SMALL = 1 << 20  # elements: what is larger fills a device alone
 _HELD = 1 << 26  # bytes: gradients that are held would be held by their parameters too, mostly
 
@@ -31,6 +43,8 @@ class Known(NamedTuple):
 
     room: tuple[int, int, int]
     plans: Plans
+    again: Arrangement | None
+    dtypes: frozenset[torch.dtype]
 
 
 Room = dict[torch.device, Known]
@@ -39,18 +53,22 @@ Room = dict[torch.device, Known]
 class Ledger:
     """What was measured, until all of it is read at once."""
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, room: Room | None = None, joiner: Joiner | None = None) -> None:
         self._held: dict[Key, Tensor] = {}
-        self._several: dict[Key, int] = {}
-        self._later: dict[Key, Tensor] = {}
+        self._joiner = Joiner() if joiner is None else joiner
+        # Appended to and taken from by autograd's threads, each at one stroke.
+        self._later: deque[tuple[Key, Tensor, Any]] = deque()
         self._held_bytes = 0
-        self._turn = threading.Lock()
-        self._same: dict[Key, Key] = {}
-        self.rows: dict[torch.device, Rows] = {}
-        """Those that are taken of the tensors of a device."""
-        self._dtypes: set[tuple[torch.device, torch.dtype]] = set()
-        self._keys = count()  # gradients are noted from autograd's threads, one for each device
+        self._same: dict[Key, tuple[Key, int]] = {}
         self._room: Room = {} if room is None else room
+        self.rows: dict[torch.device, Rows] = {
+            device: Rows(device, known.room, known.plans, known.again) for device, known in self._room.items()
+        }
+        """Those that are taken of the tensors of a device."""
+        self._dtypes: set[tuple[torch.device, torch.dtype]] = {
+            (device, dtype) for device in self.rows for dtype in self._room[device].dtypes
+        }
+        self._keys = count()  # gradients are noted from autograd's threads, one for each device
         self._transfers: list[_Transfer] | None = None
 
     # -- taking --------------------------------------------------------------------------------------
@@ -65,9 +83,13 @@ class Ledger:
         """Hold several numbers of one device and dtype together."""
         if not tensors:
             return []
-        key = self.note(torch.stack(list(tensors)))
-        self._several[key] = len(tensors)
-        return [(key, i) for i in range(len(tensors))]
+        key = next(self._keys)
+        self.hold_all(key, tensors)
+        return [Several(key, i) for i in range(len(tensors))]
+
+    def hold_all(self, key: Key, tensors: Sequence[Tensor]) -> None:
+        """As ``note_all``, under a key that is the same in every step."""
+        self._held[key] = self._joiner.join(tensors)
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor, whose type is that of nearly all, is measurable and has a row, found out in few steps."""
@@ -95,23 +117,33 @@ class Ledger:
         """Whether the norm of a tensor is better taken together with others."""
         return _goes_together(tensor) and tensor.numel() <= _SMALL
 
-    def norm_soon(self, key: Key, tensor: Tensor) -> None:
-        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before."""
-        with self._turn:
-            # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
-            self._later[key] = tensor.detach()
-            self._held_bytes += tensor.nbytes
-            full = self._held_bytes > _HELD
-        if full:
+    def norm_soon(self, key: Key, tensor: Tensor, kind: Any) -> None:
+        """As ``norm``, but together with others when ``take_norms`` is called: nobody may write to it before.
+
+        ``kind`` is the same for tensors of one device and dtype, and for no others.
+        """
+        # An alias: whoever owns the tensor itself may still be its only owner, and be allowed to keep it.
+        self._later.append((key, tensor.detach(), kind))
+        self._held_bytes += tensor.nbytes  # about: two threads may be counted as one
+        if self._held_bytes > _HELD:
             self.take_norms()
 
     def take_norms(self) -> None:
         """Take the norms that were asked for."""
-        with self._turn:
-            later, self._later, self._held_bytes = self._later, {}, 0
-        for kind in {(tensor.device, tensor.dtype) for tensor in later.values()}:
-            some = {key: tensor for key, tensor in later.items() if (tensor.device, tensor.dtype) == kind}
-            self._same |= zip(some, self.note_all(foreach.norms(list(some.values()))), strict=True)
+        later, alike = self._later, dict[Any, dict[Key, Tensor]]()
+        self._held_bytes, of, some = 0, None, dict[Key, Tensor]()
+        while later:
+            try:
+                key, tensor, kind = later.popleft()
+            except IndexError:  # another thread takes them too
+                break
+            if kind is not of:
+                of, some = kind, alike.setdefault(kind, {})
+            some[key] = tensor
+        for some in alike.values():
+            held = next(self._keys)
+            self.hold_all(held, foreach.norms(list(some.values())))
+            self._same |= {key: (held, i) for i, key in enumerate(some)}
 
     def statistics(
         self, measure: Measure, tensor: Tensor, unit: int | None, plain: bool = False
@@ -129,8 +161,7 @@ class Ledger:
     def _rows_of(self, tensor: Tensor) -> Rows:
         device = tensor.device
         if device not in self.rows:
-            room, plans = self._room.get(device, ((0, 0, 0), {}))
-            self.rows[device] = Rows(device, room, plans)
+            self.rows[device] = Rows(device)
         if tensor.dtype in READ:
             self._dtypes.add((device, tensor.dtype))
         return self.rows[device]
@@ -147,7 +178,12 @@ class Ledger:
         if self._transfers is None:
             self.take_norms()
             self._transfers = list(self._sent())
-            self._room.update({device: Known(rows.room, rows.plans) for device, rows in self.rows.items()})
+            self._room.clear()
+            self._room.update({device: self._known(device, rows) for device, rows in self.rows.items() if rows.used})
+
+    def _known(self, device: torch.device, rows: Rows) -> Known:
+        dtypes = frozenset(dtype for of, dtype in self._dtypes if of == device)
+        return Known(rows.room, rows.plans, rows.arranged(), dtypes)
 
     def _sent(self) -> Iterator[_Transfer]:
         held: dict[torch.device, dict[torch.dtype, list[Key]]] = {device: {} for device in self.rows}
@@ -180,17 +216,16 @@ class Ledger:
             for (dtype, keys), part in zip(transfer.ordered, parts, strict=True):
                 pieces = part.view(dtype).split([self._held[key].numel() for key in keys])
                 values |= {k: _content(p if self._held[k].dim() else p[0]) for k, p in zip(keys, pieces, strict=True)}
-        for key in self._several:
-            values |= {(key, i): number for i, number in enumerate(values[key])}
+        values |= {key: values[of][at] for key, (of, at) in self._same.items()}
         self._held.clear()
-        return values | {key: values[other] for key, other in self._same.items()}
+        return values
 
     def _read_rows(self, device: torch.device, parts: list[Tensor]) -> dict[Key, Any]:
         slots, squares, live = Rows.read(parts)
         rows, values = self.rows[device], dict[Key, Any]()
         if rows.looked:
             values["table", rows.number] = Table([row.size for row in rows.looked], merged(slots, rows.looked))
-            values |= {(row, "live"): live[row.live : row.live + row.units] for row in rows.looked if row.units}
+            values |= {(row, "live"): row.flags(live) for row in rows.looked if row.units}
         if rows.sized:
             values["norms", rows.number] = merged_norms(squares, rows.sized).tolist()
         return values
@@ -198,7 +233,12 @@ class Ledger:
 
 def norm_at(key: Key, numbers: dict[Key, Any]) -> float:
     """A norm in what was read."""
-    found: float = numbers["norms", key.device][key.at] if type(key) is Row else numbers[key]
+    kind: Any = type(key)
+    found: float
+    if kind is Several:
+        found = numbers[key[0]][key[1]]  # type: ignore[index]
+    else:
+        found = numbers["norms", key.device][key.at] if kind is Row else numbers[key]  # type: ignore[attr-defined]
     return found
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from torchhook._core.taps import Look
 from torchhook._torch import version_of
 from torchhook._values.statistics import Measure
 from torchhook._watch.ledger import Ledger
+from torchhook._watch.places import Places
 from torchhook._watch.rows import NORM
 from torchhook._watch.step import Step
 from torchhook._watch.units import Made, Units
@@ -29,6 +30,8 @@ class Looks:
         self.step: Step | None = None
         self.has_rows: bool = measure.needed and not measure.histograms
         """Whether what is wanted of a value may be taken in one pass."""
+        self.kinds: dict[Any, Any] = {}
+        """Devices and dtypes of gradients, each once."""
         self._measure = measure
 
     def begin(self, ledger: Ledger) -> Step:
@@ -73,12 +76,13 @@ class Looks:
 class _Value:
     """Looks at what passes one site."""
 
-    __slots__ = ("_looks", "_made", "_rectifies", "_shape", "_site", "_tell")
+    __slots__ = ("_looks", "_made", "_places", "_rectifies", "_shape", "_site", "_tell")
 
     def __init__(self, looks: Looks, site: str, rectifies: bool, tell: Look | None) -> None:
         self._looks, self._site, self._rectifies, self._tell = looks, site, rectifies, tell
         self._shape: Any = None
         self._made: Made | None = None
+        self._places = Places()
 
     def __call__(self, value: Any, call: int) -> None:
         looks = self._looks
@@ -101,11 +105,11 @@ class _Value:
                 self._look(step, value, call)
                 return
             unit = made.dim
+        found = step.values.get(self._site)
         if latest.tensor() is value and unit is None and latest.is_unchanged(value):
             row = latest.of_newest
         else:
-            rows = step.rows.get(value.device)
-            row = None if rows is None else rows.again(value, unit)
+            row = self._places.fill(step.rows, value, unit, 0 if found is None else len(found))
             if row is None or (unit is not None and not row.units):
                 self._look(step, value, call)
                 return
@@ -115,10 +119,10 @@ class _Value:
             except RuntimeError:  # an inference tensor
                 latest.version = -1
         step.ran = True
-        if self._site in step.values:
-            step.values[self._site].append(row)
-        else:
+        if found is None:
             step.values[self._site] = [row]
+        else:
+            found.append(row)
         if made is not None:
             step.masks.setdefault(self._site, []).append(((row, "live"), made))
             looks.units.made[shape] = made.after
@@ -135,23 +139,23 @@ class _Value:
 class _Gradient:
     """Looks at the gradient of what has passed one site."""
 
-    __slots__ = ("_looks", "_site")
+    __slots__ = ("_looks", "_places", "_site")
 
     def __init__(self, looks: Looks, site: str) -> None:
         self._looks, self._site = looks, site
+        self._places = Places()
 
     def __call__(self, value: Any, call: int) -> None:
         step = self._looks.step
         if step is None:
             return
-        latest = step.latest_gradient
+        latest, found = step.latest_gradient, step.gradients.get(self._site)
         if type(value) is not Tensor:
             row = None
         elif latest.tensor() is value and latest.is_unchanged(value):
             row = latest.of_newest
         else:
-            rows = step.rows.get(value.device)
-            row = None if rows is None else rows.again(value, NORM)
+            row = self._places.fill(step.rows, value, NORM, 0 if found is None else len(found))
             if row is not None:
                 latest.tensor, latest.of_newest = ref(value), row
                 try:
@@ -160,10 +164,10 @@ class _Gradient:
                     latest.version = -1
         if row is None:
             step.saw_gradient(self._site, value)
-        elif self._site in step.gradients:
-            step.gradients[self._site].append(row)
-        else:
+        elif found is None:
             step.gradients[self._site] = [row]
+        else:
+            found.append(row)
 
 
 class _ParameterGradient:
@@ -180,10 +184,12 @@ class _ParameterGradient:
         if step is None or gradient is None:  # torch calls hooks where none comes (pytorch#11751)
             return
         if type(gradient) is Tensor and self._parameter.grad is None:
-            kind = gradient.device, gradient.dtype, gradient.shape, gradient.layout
-            if kind == self._kind or step.ledger.can_wait(gradient):
-                self._kind = kind
-                step.ledger.norm_soon(self._site, gradient)
+            kind = gradient.device, gradient.dtype
+            # As long as it is the same parameter, its gradients are of one shape: else all looks are made anew.
+            if (kind == self._kind and gradient.layout is strided) or step.ledger.can_wait(gradient):
+                if kind != self._kind:
+                    self._kind = self._looks.kinds.setdefault(kind, kind)
+                step.ledger.norm_soon(self._site, gradient, self._kind)
                 step.parameter_gradients[self._site] = self._site
                 if step.waiting is None or step.waiting() is None:
                     step.wait_for_end()

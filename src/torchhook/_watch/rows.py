@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,140 +20,82 @@ from torchhook import _torch
 from torchhook._torch import launching
 from torchhook._values.elements import flatten
 from torchhook._values.subclasses import local
+from torchhook._watch.places import Arrangement, Place
+from torchhook._watch.places import Row as Row
+from torchhook._watch.plans import Plan, Plans, flat_layout, unit_layout
 from torchhook._watch.tables import merged, merged_norms
 
 READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
 _FIELDS = 8
 MOST = 1 << 29  # elements: what a thread counts of them fits into 16 bits
 _FEWEST = 64  # programs, for a large tensor
-_COLUMNS = (64, 256, 1024)  # each is compiled by itself
 _PLANS = 4096  # the most that are kept
-_ALIGNED, _ALIGNED_FLAGS = 2, 16  # norms and flags in 16 bytes: for other addresses, Triton would compile once more
 NORM = -1
 """In the place of a dim of units: only the norm is wanted."""
 _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}  # the second said, because Triton warns where it is not
-
-
-class Layout(NamedTuple):
-    """How programs share the elements of a tensor."""
-
-    rows: int
-    rows_each: int
-    length: int
-    """The elements of a row."""
-    channels: int
-    tile: tuple[int, int]
-    units: int
-    """Whether they are not asked for (0), or one or several rows are a unit's (1), or a column is (2)."""
-
-    @property
-    def programs(self) -> int:
-        return -(-self.rows // self.rows_each)
-
-
-def flat_layout(numel: int, most: int, tile: int) -> Layout:
-    """One row for each program.
-
-    >>> flat_layout(5000, 100, 2048)
-    Layout(rows=3, rows_each=1, length=2048, channels=1, tile=(1, 2048), units=0)
-    """
-    each = -(-numel // min(most, -(-numel // tile)))
-    length = -(-each // tile) * tile
-    return Layout(-(-numel // length), 1, length, 1, (1, tile), 0)
-
-
-def unit_layout(shape: tuple[int, ...], unit: int, most: int, tile: int) -> Layout:
-    """Rows or columns that belong to units, where dim ``unit`` of a tensor without gaps tells them apart.
-
-    >>> unit_layout((2, 3, 100), 1, 100, 2048)
-    Layout(rows=6, rows_each=6, length=100, channels=3, tile=(8, 256), units=1)
-    """
-    channels, inner, outer = shape[unit], math.prod(shape[unit + 1 :]), math.prod(shape[:unit])
-    rows, length, units = (outer * channels, inner, 1) if inner > 1 else (outer, channels, 2)
-    columns = next((size for size in _COLUMNS if size >= length), _COLUMNS[-1])
-    together = tile // columns
-    each = -(-rows // min(most, max(1, rows * length // tile)))
-    each = -(-each // together) * together if each > together else each
-    return Layout(rows, each, length, channels, (together, columns), units)
-
-
-class Row(NamedTuple):
-    """Where the slots of a tensor are, how many there are, and where the flags of its units are.
-
-    No two of a step are alike, on whatever devices.
-    """
-
-    slot: int
-    slots: int
-    live: int
-    """Negative for a row of norms."""
-    units: int
-    size: int
-    """The number of its elements."""
-    device: int
-    at: int
-    """Its place among those of its kind."""
-
-    def flags(self, live: Tensor) -> Tensor:
-        """Which of its units live, of the flags of all."""
-        return live[self.live : self.live + self.units]
-
-
-class Plan:
-    """How tensors of one dtype, shape and order are looked at: worked out once, for all steps."""
-
-    __slots__ = ("aligned", "arguments", "constants", "flags", "launch", "programs", "size", "slots", "units", "whole")
-
-    def __init__(self, layout: Layout, size: int, whole: bool) -> None:
-        self.size, self.programs, self.whole = size, layout.programs, whole
-        self.units = layout.channels if layout.units else 0
-        # What is taken of the buffers.
-        self.slots, self.flags = _aligned(self.programs, 1 if whole else _ALIGNED), _aligned(self.units, _ALIGNED_FLAGS)
-        rows, columns = layout.tile
-        self.arguments = size, layout.rows, layout.rows_each, layout.length, layout.channels
-        self.constants = {"ROWS": rows, "COLUMNS": columns, "WHOLE": whole, "UNITS": layout.units}
-        self.launch: Any = None
-        """The compiled kernel, once it was launched, for tensors whose address is aligned as that one's was."""
-        self.aligned = True
-
-
-def _aligned(number: int, by: int) -> int:
-    return -(-number // by) * by
-
-
-Plans = dict[Any, Plan | None]
-"""By dtype, shape, strides and dim of the units; ``None`` where the elements have to be copied first."""
 
 
 class Rows:
     """What is noted of the tensors of one device in one step."""
 
     def __init__(
-        self, device: torch.device, room: tuple[int, int, int] = (0, 0, 0), plans: Plans | None = None
+        self,
+        device: torch.device,
+        room: tuple[int, int, int] = (0, 0, 0),
+        plans: Plans | None = None,
+        again: Arrangement | None = None,
     ) -> None:
         from torchhook._watch import kernels
 
         self._kernels: Any = kernels
         self._device = device
         self.plans: Plans = {} if plans is None else plans
-        self._is_alone = device.type != "cuda" or torch.cuda.device_count() == 1
+        self.is_alone: bool = device.type != "cuda" or torch.cuda.device_count() == 1
         # As many programs as run at once: 46 registers of a thread for a tensor without units, up to 80 for one with.
         processors = _processors(device)
         self._flat, self._by_unit = max(5 * processors, _FEWEST), max(3 * processors, _FEWEST)
-        self._whole = _Buffer(_FIELDS, torch.float64, device, room[0])
-        self._norms = _Buffer(1, torch.float64, device, room[1])
-        self._live = _Buffer(1, torch.uint8, device, room[2])
+        self.is_arranging: bool = again is None
+        """Whether this is the step whose rows the next ones are to fill again."""
+        self.arrangement: Arrangement = Arrangement() if again is None else again
+        self.free: set[int] = self.arrangement.keys()
+        """The rows of the arrangement that nobody has filled in this step."""
+        self._is_like_before = True
+        used = self.arrangement.room
+        self._whole = _Buffer(_FIELDS, torch.float64, device, room[0], used[0])
+        self._norms = _Buffer(1, torch.float64, device, room[1], used[1])
+        self._live = _Buffer(1, torch.uint8, device, room[2], used[2])
+        # Where the arrangement begins, wherever the buffers grow to.
+        self.first_slot, self.first_norm, self.first_flag = self._whole.origin, self._norms.origin, self._live.origin
         self._turn = threading.RLock()  # gradients are noted from autograd's threads
         self.number: int = -1 if device.index is None else device.index
-        self.looked: list[Row] = []
+        self.looked: list[Row] = self.arrangement.looked.copy()
         """What was looked at as a whole, in the order of the slots."""
-        self.sized: list[Row] = []
+        self.sized: list[Row] = self.arrangement.sized.copy()
         """Whose norm was taken."""
 
     @property
     def room(self) -> tuple[int, int, int]:
         """How much was needed, for the next step to ask for at once."""
         return self._whole.used, self._norms.used, self._live.used
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was looked at."""
+        again = self.arrangement
+        known = 0 if self.is_arranging else len(again.looked) + len(again.sized)
+        return len(self.free) < known or len(self.looked) + len(self.sized) > known
+
+    def arranged(self) -> Arrangement | None:
+        """What the next step can fill again; none where this one has shown something else than was to be expected."""
+        if self.is_arranging:
+            arrangement = self.arrangement
+            arrangement.looked, arrangement.sized, arrangement.room = self.looked, self.sized, self.room
+        return self.arrangement if self._is_like_before else None
+
+    def place(self, row: Row, tensor: Tensor, unit: int | None) -> Place:
+        """Where a tensor like one that was just looked at goes in the next steps."""
+        buffer = self._norms if unit == NORM else self._whole
+        return Place(self.arrangement, row, tensor, unit, self._plan(tensor, unit), buffer.bytes_each)
 
     def norm(self, tensor: Tensor) -> Row:
         """Look at a tensor's size only."""
@@ -189,13 +130,19 @@ class Rows:
             return None
         if tensor.is_neg():
             return None
+        # Seldom after the first steps: rows are taken for what is unlike the step before.
+        self._is_like_before = self.is_arranging
         row, slots, live = self._take(plan)
-        if self._is_alone:
-            plan.launch(plan.programs, pointer, slots, live)
+        self.run(plan.launch, plan.programs, pointer, slots, live)
+        return row
+
+    def run(self, launch: Any, programs: int, pointer: int, slots: int, live: int) -> None:
+        """Launch a compiled kernel on the right device."""
+        if self.is_alone:
+            launch(programs, pointer, slots, live)
         else:
             with _current(self._device):
-                plan.launch(plan.programs, pointer, slots, live)
-        return row
+                launch(programs, pointer, slots, live)
 
     def _take(self, plan: Plan) -> tuple[Row, int, int]:
         """Keep room for what is looked at: the row, and the addresses of its slots and flags."""
@@ -248,8 +195,7 @@ class Rows:
         pointer = dense.data_ptr()
         if plan.launch is not None and plan.aligned is (pointer % 16 == 0):
             row, slot, flag = self._take(plan)
-            with _current(self._device):
-                plan.launch(plan.programs, pointer, slot, flag)
+            self.run(plan.launch, plan.programs, pointer, slot, flag)
             return row
         with self._turn:
             row, slot, flag = self._take(plan)
@@ -268,22 +214,23 @@ class Rows:
         return [buffer.bytes() for buffer in (self._whole, self._norms, self._live)]
 
     @staticmethod
-    def read(found: list[Tensor]) -> tuple[NDArray[Any], NDArray[Any], Tensor]:
+    def read(found: list[Tensor]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """What came over: slots of statistics, slots of norms, and a flag for each unit."""
         whole, norms = (part.view(torch.float64).numpy() for part in found[:2])
-        return whole.reshape(-1, _FIELDS), norms, found[2].bool()
+        return whole.reshape(-1, _FIELDS), norms, found[2].numpy().astype(bool)
 
 
 class _Buffer:
     """Memory that grows; what was handed out stays where it is."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, room: int) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device, room: int, taken: int = 0) -> None:
         self._width, self._dtype, self._device = width, dtype, device
         self.bytes_each: int = width * dtype.itemsize
         self._full: list[Tensor] = []
         self.used = self.end = 0
         self._start = 0
-        self._grow(room)
+        self._grow(max(room, taken))
+        self.used = taken
 
     def _grow(self, room: int) -> None:
         # Flags are only ever set, and gaps between norms are added to them.

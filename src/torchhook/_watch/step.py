@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchhook._core.hooks import after_backward
@@ -17,7 +19,7 @@ from torchhook._values import tree
 from torchhook._values.elements import measurable
 from torchhook._values.statistics import Measure, Measured, summarize
 from torchhook._values.subclasses import is_distributed, packed, sharded_over
-from torchhook._watch.ledger import Key, Ledger, norm_at
+from torchhook._watch.ledger import Key, Ledger, Several, norm_at
 from torchhook._watch.rows import Row, Rows
 from torchhook._watch.shared import Groups, Part, Shared
 from torchhook._watch.units import Living, Made, Units, alive, living
@@ -103,7 +105,7 @@ class Step:
             self._awaited[site] = (parameter, id(before), version(before))
             return
         if self.ledger.can_wait(gradient):
-            self.ledger.norm_soon(site, gradient)
+            self.ledger.norm_soon(site, gradient, (gradient.device, gradient.dtype))
             self.parameter_gradients[site] = site
             self.wait_for_end()  # not longer: gradients are clipped and zeroed in place
         else:
@@ -142,8 +144,11 @@ class Step:
         for site, units in live.items():
             found.setdefault(site, {})
             if "dead" in wanted:
-                number = sum(some.mask.numel() for some in units)
-                found[site]["dead"] = (number - sum(int(some.mask.sum()) for some in units)) / number
+                number = alive_units = 0
+                for some in units:
+                    number += some.mask.size
+                    alive_units += np.count_nonzero(some.mask)
+                found[site]["dead"] = (number - alive_units) / number
         self._add_norms(found, numbers, weights, updates, wanted)
         if self.is_shared:
             self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)
@@ -153,20 +158,22 @@ class Step:
         """Which units of rectifiers live."""
         found = {}
         for site, calls in self.masks.items():
-            found[site] = living([None if call is None else (numbers[call[0]], call[1]) for call in calls])
-        return {site: units for site, units in found.items() if units}
+            if units := living([None if call is None else (_flags(numbers[call[0]]), call[1]) for call in calls]):
+                found[site] = units
+        return found
 
     def _of_values(self, numbers: dict[Key, Any], wanted: Sequence[str]) -> Found:
         """The statistics of what passed the sites; many at once, for a model has hundreds of them."""
         found: Found = {}
         several: dict[int, dict[str, list[int]]] = {}
-        device, summaries = -2, list[dict[str, Any]]()
+        device, rows, names = -2, list[tuple[Any, ...]](), list[str]()
         for site, parts in self.values.items():
             first = parts[0]
             if len(parts) == 1 and type(first) is Row:  # as nearly all
                 if first.device != device:
-                    device, summaries = first.device, numbers["table", first.device].summaries(wanted)
-                found[site] = {**summaries[first.at]}
+                    device = first.device
+                    names, rows = numbers["table", device].told(wanted)
+                found[site] = dict(zip(names, rows[first.at]))  # noqa: B905  # what is checked takes longer
             elif all(type(part) is Row and part.device == first.device for part in parts):  # type: ignore[union-attr]
                 found[site] = {}
                 several.setdefault(first.device, {})[site] = [part.at for part in parts]  # type: ignore[union-attr]
@@ -199,20 +206,21 @@ class Step:
                 if len(keys) > 1:
                     norm = math.hypot(*[norm_at(key, numbers) for key in keys])
                 else:
-                    norm = numbers["norms", first.device][first.at] if type(first) is Row else numbers[first]
+                    norm = numbers["norms", first.device][first.at] if type(first) is Row else norm_at(first, numbers)
                 found[site]["grad_norm"] = norm / scale
         for site, key in weights.items():
             if site not in found:
                 found[site] = {}
-            of_site, norm = found[site], norm_at(key, numbers) if type(key) is Row else numbers[key]
+            of_site = found[site]
+            norm = numbers[key[0]][key[1]] if type(key) is Several else norm_at(key, numbers)
             if norms:
                 of_site["norm"] = norm
             if gradients and site in self.parameter_gradients:
                 key = self.parameter_gradients[site]
-                of_site["grad_norm"] = (norm_at(key, numbers) if type(key) is Row else numbers[key]) / scale
+                of_site["grad_norm"] = (numbers[key] if type(key) is str else norm_at(key, numbers)) / scale
             if site in updates:
                 key = updates[site]
-                update = norm_at(key, numbers) if type(key) is Row else numbers[key]
+                update = numbers[key[0]][key[1]] if type(key) is Several else norm_at(key, numbers)
                 of_site["update_ratio"] = update / norm if norm != 0 else _ratio(update, norm)
 
     def _add_shared(
@@ -286,6 +294,10 @@ def _parts(site: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     for address, leaf in tree.leaves(value):
         if isinstance(leaf, Tensor) and measurable(part := packed(leaf)):
             yield f"{site}[{address}]", part
+
+
+def _flags(found: NDArray[Any] | Tensor) -> NDArray[Any]:
+    return found.numpy() if isinstance(found, Tensor) else found
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Table:
         self._sizes = sizes
         self._numbers = numbers
         """The columns are ``FIELDS``."""
-        self._summaries: tuple[Sequence[str], list[dict[str, Any]]] | None = None
+        self._told: tuple[Sequence[str], list[str], list[tuple[Any, ...]]] | None = None
 
     def measured(self, at: int, measure: Measure) -> Measured:
         """What is known of one tensor, to be put together with others."""
@@ -35,12 +35,17 @@ class Table:
 
     def summaries(self, wanted: Sequence[str]) -> list[dict[str, Any]]:
         """For each row what ``summarize`` would say of it alone."""
-        if self._summaries is None or self._summaries[0] is not wanted:
+        names, rows = self.told(wanted)
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def told(self, wanted: Sequence[str]) -> tuple[list[str], list[tuple[Any, ...]]]:
+        """The names of what is wanted and found here, and for each row the numbers in their order."""
+        if self._told is None or self._told[0] is not wanted:
             columns = self._columns()
             names = [name for name in wanted if name in columns]
-            rows = zip(*(columns[name].tolist() for name in names), strict=True)
-            self._summaries = wanted, [dict(zip(names, row, strict=True)) for row in rows]
-        return self._summaries[1]
+            rows = list(zip(*(columns[name].tolist() for name in names), strict=True))
+            self._told = wanted, names, rows or [()] * len(self._sizes)
+        return self._told[1:]
 
     def joined(self, groups: Sequence[Sequence[int]]) -> Table:
         """For each group of rows one that says what they do together, by the parallel formula of Chan et al.

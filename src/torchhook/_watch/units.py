@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
@@ -55,7 +56,7 @@ class Living(NamedTuple):
     call: int
     """The first of them."""
     key: tuple[int, int]
-    mask: Tensor
+    mask: NDArray[Any]
 
 
 class Units:
@@ -111,13 +112,15 @@ def alive(tensor: Tensor, unit: int) -> Tensor:
     return real(tensor.detach()).amax([dim for dim in range(tensor.dim()) if dim != unit]) != 0
 
 
-def living(calls: Sequence[tuple[Tensor, Made] | None]) -> list[Living]:
+def living(calls: Sequence[tuple[NDArray[Any], Made] | None]) -> list[Living]:
     """Which units live, of the calls of a rectifier in a step; a call with the same units as another is no new one."""
+    if len(calls) == 1:  # as most
+        return [] if calls[0] is None else [Living(0, calls[0][1].key, calls[0][0])]
     found: dict[Any, Living] = {}
     for call, units in enumerate(calls):
         if units is not None:
             mask, made = units
-            which = made.key, mask.numel()
+            which = made.key, mask.size
             known = found.get(which)
             # A unit that lives in any call of the step is alive.
             found[which] = Living(call, made.key, mask) if known is None else known._replace(mask=known.mask | mask)

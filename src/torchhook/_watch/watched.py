@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core.index import Index
@@ -50,6 +52,10 @@ class Watched:
         self.in_step: list[Target] = [t for t in targets if t not in self.before_step]
         self.parameters: dict[str, Target] = _parameters(index, targets) if parameters else {}
         self._trained: dict[str, Home] = {}
+        self._lively: list[tuple[nn.Module, Any, Any, torch.Size]] = []
+        """Of those: where the model holds them, and as what."""
+        self._idle: list[tuple[nn.Module, Any]] = []
+        """Where the model held none that was trained."""
 
     @property
     def can_begin_anew(self) -> bool:
@@ -105,20 +111,28 @@ class Watched:
         The very same answer for as long as nothing changes.
         """
         # Asked for each step: layers are frozen, unfrozen and replaced while a model trains.
-        homes, known = Homes(self.index), self._trained
-        if homes or not self._is_known(known):
+        homes = Homes(self.index)
+        if homes or not self._is_known():
             self._trained = {name: home for name, home in self._homes(homes) if home is not None}
+            self._lively, self._idle = [], []
+            for name, (_, module, attribute) in self.parameters.items():
+                if (home := self._trained.get(name)) is not None:
+                    self._lively.append((module, attribute, home.parameter, home.shape))
+                else:
+                    self._idle.append((module, attribute))
         return self._trained
 
-    def _is_known(self, known: Mapping[str, Home]) -> bool:
-        for name, (_, module, attribute) in self.parameters.items():
-            parameters: Any = module._parameters
-            live = parameters.get(attribute)
-            if name in known:
-                home = known[name]
-                if home.parameter is not live or not live.requires_grad or home.shape != live.shape:
-                    return False
-            elif live is not None and live.requires_grad and not is_lazy(live):
+    def _is_known(self) -> bool:
+        """Whether nothing has changed; asked for each step and parameter, so in as few words as can be."""
+        if len(self._lively) + len(self._idle) != len(self.parameters):
+            return False
+        for module, attribute, parameter, shape in self._lively:
+            held = module._parameters.get(attribute)
+            if held is not parameter or not parameter.requires_grad or parameter.shape != shape:
+                return False
+        for module, attribute in self._idle:
+            live = module._parameters.get(attribute)
+            if live is not None and live.requires_grad and not is_lazy(live):
                 return False
         return True
 

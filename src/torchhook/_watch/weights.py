@@ -14,7 +14,7 @@ from torchhook._torch import foreach
 from torchhook._values.elements import UNREADABLE, measurable
 from torchhook._values.moments import distance
 from torchhook._values.subclasses import local
-from torchhook._watch.ledger import Key, Ledger
+from torchhook._watch.ledger import Key, Ledger, Several
 from torchhook._watch.shared import Groups, part_norm
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -39,7 +39,7 @@ class Weights:
                 if self._updates:
                     for parameters, copies in self._same.groups:
                         foreach.copy_(copies, parameters)
-                return self._same.norms([parameters for parameters, _ in self._same.groups], ledger)
+                return self._same.norms("weights", [parameters for parameters, _ in self._same.groups], ledger)
         self._now, self._same, norms = {}, None, {}
         together: dict[str, Tensor] = {}
         for site, home in homes.items():
@@ -82,7 +82,7 @@ class Weights:
                 with torch.no_grad():
                     for parameters, copies in self._same.groups:
                         foreach.sub_(copies, parameters)
-                return self._same.norms([copies for _, copies in self._same.groups], ledger)
+                return self._same.norms("updates", [copies for _, copies in self._same.groups], ledger)
             self._now = {site: home.value for site, home in self._same.homes.items()}
             self._same = None
         norms: dict[str, Key] = {}
@@ -117,6 +117,7 @@ class _Same:
         self.homes, self.lie, self._sites = homes, lie, sites
         self.groups = [([homes[s].value for s in some], [copies[s] for s in some if s in copies]) for some in sites]
         self._kinds = self._kinds_now()
+        self._keys: dict[str, dict[str, Key]] = {}
 
     def _kinds_now(self) -> list[Any]:
         # What ``.data`` and ``.to`` can change while the parameter stays the same.
@@ -125,12 +126,14 @@ class _Same:
     def holds(self, homes: Mapping[str, Home]) -> bool:
         return homes is self.homes and self._kinds_now() == self._kinds
 
-    def norms(self, groups: list[list[Tensor]], ledger: Ledger) -> dict[str, Key]:
-        """Where the norms of the tensors are in the ledger, by site."""
-        found: dict[str, Key] = {}
-        for sites, tensors in zip(self._sites, groups, strict=True):
-            found |= zip(sites, ledger.note_all(foreach.norms(tensors)), strict=True)
-        return found
+    def norms(self, what: str, groups: list[list[Tensor]], ledger: Ledger) -> dict[str, Key]:
+        """Where the norms of the tensors are in the ledger, by site: the same in every step."""
+        for i, tensors in enumerate(groups):
+            ledger.hold_all((what, i), foreach.norms(tensors))
+        if what not in self._keys:
+            places = [(site, Several((what, i), at)) for i, sites in enumerate(self._sites) for at, site in enumerate(sites)]
+            self._keys[what] = dict(places)
+        return self._keys[what]
 
 
 def _goes_together(tensor: Tensor) -> bool:
