@@ -41,7 +41,16 @@ def _seed(number: int) -> None:
 _seed(0)  # for what test modules draw when they are imported
 
 
-_held: set[int] = set()
+def _sessions_open() -> int:
+    """How many sessions hold the compiler off: while there is one, models run eagerly and nothing is compiled."""
+    from torchhook._core.hooks import eager_stance
+
+    if eager_stance._holders:
+        gc.collect()  # one may be held by the traceback of an expected error, which knows itself
+    return len(eager_stance._holders)
+
+
+_open_before: int
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -51,14 +60,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     from torchhook._core.hooks import eager_stance
 
+    global _open_before
     eager_stance.said = True
-    # A session that another test left open lives as long as the traceback of an expected error, which knows itself:
-    # until then compiled models run eagerly.
-    if not set(map(id, eager_stance._holders)) <= _held:
-        gc.collect()
-        # Those that are left are held by more than that, and would be looked for in vain before every test.
-        _held.update(map(id, eager_stance._holders))
+    _open_before = _sessions_open()
     _seed(zlib.crc32(item.nodeid.encode()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A test closes what it opens: its sessions would change what the tests after it see."""
+    if _sessions_open() > _open_before:
+        pytest.fail("this test leaves a session open")
 
 
 def _declare_missing_operators() -> None:

@@ -244,16 +244,6 @@ class Nasty(nn.Module):
         return x
 
 
-def small_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    """A language model of three blocks with random weights, and what to call it with."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=3, n_head=4, **ends)
-    return GPT2LMHeadModel(config).eval(), {"input_ids": torch.randint(0, 50, (2, 6)), "use_cache": False}
-
-
 class Toy(nn.Module):
     """Two linear layers for the toys below to play with."""
 

@@ -118,6 +118,7 @@ def private_paths(tree: ast.AST) -> set[str]:
     """The private paths into torch that a file has: imports, attributes, and strings that spell one."""
     names, nodes = bound(tree), list(ast.walk(tree))
     spelled = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    spelled = [path for text in spelled for path in re.findall(r"\btorch(?:\.\w+)+", text)]  # also in what is said
     paths = {*imported(tree), *(dotted(node, names) for node in nodes), *spelled}
     inside = {path for path in paths if re.fullmatch(r"torch(\.\w+)+", path) and any(map(private, path.split(".")))}
     return {path for path in inside if not any(other.startswith(f"{path}.") for other in inside)}
@@ -148,6 +149,58 @@ def private_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
         ours = name in own and (name not in torchs or ast.unparse(owner) in ("self", "cls"))
         if private(name) and name not in NOT_TORCHS and not ours and not dotted(owner, names):
             yield f".{name}"
+
+
+# -- what nobody uses -------------------------------------------------------------------------------------------
+
+
+def mentioned(tree: ast.AST) -> set[str]:
+    """Every name that a file loads, imports, or has in a string, as ``__all__`` and annotations do."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        elif isinstance(node, (ast.Attribute, ast.alias)):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.name.rpartition(".")[2])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.update(re.findall(r"[A-Za-z_]\w*", node.value))
+    return found
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """What stands in a file by itself: functions, classes, constants. A decorator may have a use for what it gets."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list:
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+ANYTHING = {"Exception", "BaseException"}
+
+
+def unexplained(text: str) -> Iterator[int]:
+    """The lines that swallow whatever is raised, and have no comment that says why anything may come there.
+
+    The comment stands behind the line, before it, or in the handler. A handler that always raises swallows nothing.
+    """
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    }
+    for node in ast.walk(ast.parse(text)):
+        first, last = 0, 0
+        if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
+            caught = {getattr(one, "id", "") for one in ast.walk(node.type)} if node.type else ANYTHING
+            first, last = (node.lineno, node.end_lineno or 0) if caught & ANYTHING else (0, 0)
+        elif called(node) == "suppress" and ANYTHING & {getattr(one, "id", "") for one in node.args}:
+            first = last = node.lineno
+        if first and not comments & set(range(first - 1, last + 1)):
+            yield first
 
 
 # -- size ----------------------------------------------------------------------------------------------------

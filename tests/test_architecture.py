@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -14,13 +15,17 @@ from tests.sources import (
     TREES,
     branches,
     comments_and_code,
+    defined,
     gathered,
     imported,
+    mentioned,
     own_names,
     packages,
+    private,
     private_attributes,
     private_paths,
     relative,
+    unexplained,
     users_of,
 )
 
@@ -51,6 +56,28 @@ def test_a_room_with_an_api_is_entered_through_it() -> None:
 
     assert {"_guard", "_watch", "_cam", "_report", "_cli", "_features", "_extract", "_classic"} <= ROOMS
     assert gathered(entering) == {}
+
+
+def layers_of(container: str) -> dict[str, int]:
+    """How high each module of a package stands, by the contract that ``lint-imports`` checks."""
+    text = (ROOT.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    (lines,) = re.findall(rf'containers = \["{re.escape(container)}"\]\nlayers = \[(.*?)\n\]', text, re.DOTALL)
+    layers = [re.findall(r"\w+", line) for line in lines.splitlines() if line.strip()]
+    return {name: height for height, names in enumerate(reversed(layers)) for name in names}
+
+
+@pytest.mark.parametrize(("head", "container", "left_out"), [
+    ("| file | what it knows |", "torchhook._core", set()),
+    ("| room | what is in it |", "torchhook", {"__main__", "_version"}),
+])  # fmt: skip
+def test_the_map_of_the_house_has_everything_in_import_order(head: str, container: str, left_out: set[str]) -> None:
+    page = (ROOT / "_core" / "README.md").read_text(encoding="utf-8")
+    rows = itertools.takewhile(lambda line: line.startswith("|"), page.partition(head)[2].strip().splitlines())
+    listed = [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
+    known = layers_of(container)
+    assert {name for names in listed for name in names} == known.keys() - left_out
+    heights = [[known[name] for name in names] for names in listed if names]
+    assert all(max(one) <= min(other) for one, other in itertools.pairwise(heights))
 
 
 # -- torch ---------------------------------------------------------------------------------------------------------
@@ -108,6 +135,26 @@ def test_no_function_has_more_than_20_branches() -> None:
 def test_there_are_at_least_4_comments_for_100_lines_of_code() -> None:
     counts = [comments_and_code(path.read_text(encoding="utf-8")) for path in FILES]
     assert 100 * sum(comments for comments, _ in counts) / sum(code for _, code in counts) >= 4
+
+
+def test_nothing_stands_about_unused() -> None:
+    known = {file: mentioned(tree) for file, tree in TREES.items()}
+    anywhere = set().union(*known.values())
+
+    def unused(tree: ast.AST, file: str) -> Iterator[str]:
+        # A private name is of use in its own file, or nowhere.
+        yield from (name for name in defined(tree) if name not in (known[file] if private(name) else anywhere))
+
+    assert {file: names for file, names in gathered(unused).items() if names - {"__all__"}} == {}
+
+
+def test_what_swallows_any_error_says_why_anything_may_come_there() -> None:
+    """As a user's own code does. What is not expected is a fault of ours, and must be heard of."""
+    found = {relative(path): list(unexplained(path.read_text(encoding="utf-8"))) for path in FILES}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+    assert list(unexplained("try:\n    f()\nexcept Exception:\n    pass\n")) == [3]
+    assert list(unexplained("with contextlib.suppress(ValueError, Exception):\n    f()\n")) == [1]
+    assert list(unexplained("try:\n    f()\nexcept Exception:  # theirs\n    pass\n")) == []
 
 
 # -- who may know what ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import torchhook as th
+from tests.language_models import made
 from tests.models import Restless
 from tests.oracle import assert_same, hooks_on, snapshot
 from torchhook.errors import NoAttentionError
@@ -204,11 +205,7 @@ def test_vit_tiny_fused_equals_unfused() -> None:
 
 
 def test_grouped_queries_of_a_real_model_are_what_it_reports_itself() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**options, intermediate_size=64, vocab_size=60, attn_implementation="eager")
-    model = LlamaForCausalLM(config).eval()
+    model = made("llama", attn_implementation="eager", num_hidden_layers=2)
     ids = torch.randint(3, 50, (2, 7))
     with torch.no_grad():
         told = model(input_ids=ids, output_attentions=True).attentions
@@ -247,6 +244,19 @@ def test_the_run_is_in_eval_mode_without_gradients_so_that_no_dropout_is_in_the_
     torch.testing.assert_close(th.attention(model, x)["1"], by_hand(attend.q(x), attend.k(x))[:, None])
     assert modes == [(False, False)]
     assert all(module.training for module in model.modules())
+
+
+def test_of_many_places_that_attend_the_nearest_to_the_chosen_one_is_named_first() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=32, n_layer=7, n_head=4)).eval()
+    with pytest.raises(NoAttentionError) as told:
+        th.attention(model, torch.arange(6)[None], sites="@z.5")
+    assert str(told.value).startswith(
+        "no attention call was seen in what sites= chose, '@z.5' (transformer.h.5.attn.c_proj). It is called in "
+        "'transformer.h.5.attn', 'transformer.h.0.attn', "
+    )
+    assert "and 3 more: choose from these." in str(told.value)
 
 
 @pytest.mark.parametrize("fused", [True, False])

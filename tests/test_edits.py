@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
-from tests.models import Apply, small_gpt2
+from tests.language_models import small_gpt2
+from tests.models import Apply
 from tests.oracle import BareHooks, assert_same, freeze, in_threads, snapshot
 from torchhook import edits
 from torchhook._core.select import resolve

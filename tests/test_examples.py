@@ -9,36 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from examples import distillation, head_ablation, logit_lens, patching, probing, sparse_autoencoder, steering
+from tests.language_models import made
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
 def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=60, n_positions=48, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2, eos_token_id=None
-    )
-    return GPT2LMHeadModel(config).eval()
+    return made("gpt2", vocab_size=60, n_positions=48, initializer_range=0.2, eos_token_id=None)
 
 
 @pytest.fixture
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return made("llama", vocab_size=60, initializer_range=0.2, eos_token_id=None, pad_token_id=None)
 
 
 def ids(rows: int = 1, tokens: int = 7) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_a_notebook_runs_from_the_first_cell_to_the_last(
     found = [str(Path(torchhook.__file__).parent.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
     notebook = _read(path)
-    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute(cwd=str(tmp_path))
+    nbclient.NotebookClient(notebook, timeout=60, startup_timeout=300, kernel_name="python3").execute(cwd=str(tmp_path))
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]  # type: ignore[attr-defined]
     assert shown
     # What other libraries say of themselves is theirs, such as tqdm's wish for ipywidgets.

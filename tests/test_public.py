@@ -111,6 +111,29 @@ def test_every_public_name_has_a_docstring_of_its_own() -> None:
     assert wanting == []
 
 
+def test_arguments_that_are_listed_are_those_that_there_are_in_their_order() -> None:
+    modules = (torchhook, torchhook.edits, torchhook.transforms, torchhook.plot, types)
+    public = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
+    methods = {
+        f"{name}.{method}": function
+        for name, kind in public.items()
+        if inspect.isclass(kind)
+        for method, function in vars(kind).items()
+        if inspect.isfunction(function)
+    }
+    wrong, listing = {}, 0
+    for name, function in (public | methods).items():
+        _, said, text = (inspect.getdoc(function) or "").partition("Args:\n")
+        if said:
+            listing += 1
+            listed = [one for line in re.findall(r"^    (\w[\w, ]*):", text, re.MULTILINE) for one in line.split(", ")]
+            there = [one for one in inspect.signature(function).parameters if one != "self"]
+            if listed != there:
+                wrong[name] = listed, there
+    assert listing > 20
+    assert wrong == {}
+
+
 def test_every_public_method_of_a_public_class_is_annotated() -> None:
     bare = []
     for name in torchhook.__all__:

@@ -134,10 +134,16 @@ def overwrite(value: Any, number: int = 7) -> list[Tensor]:
     return written
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow) if name in MANY_LAYERS else name for name in ZOO],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every model of the zoo, and where a gradient is wanted every one that has some."""
+    if "case" in metafunc.fixturenames:
+        left_out = WITHOUT_GRADIENT if "with_gradient" in metafunc.fixturenames else set()
+        names = [name for name in ZOO if name not in left_out]
+        slow = [pytest.param(name, marks=pytest.mark.slow) if name in MANY_LAYERS else name for name in names]
+        metafunc.parametrize("case", slow, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     """A model of the zoo; ``play`` runs copies of it."""
     made: Case = ZOO[request.param]()
@@ -231,8 +237,7 @@ def test_what_is_kept_belongs_to_the_caller_alone(case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def with_gradient(case: Case) -> Case:
-    if case.name in WITHOUT_GRADIENT:
-        pytest.skip("this model turns gradients off by itself")
+    """A model of the zoo that does not turn gradients off by itself."""
     return case
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import torchhook as th
+from tests.language_models import ENDS, made
 from torchhook import types
 
 VOID = {"img", "br", "input", "meta", "link"}
@@ -116,11 +117,7 @@ def statistics() -> th.types.Statistics:
 
 
 def written() -> tuple[nn.Module, torch.Tensor]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=30, n_positions=32, n_embd=16, n_layer=2, n_head=2, **ends)).eval()
+    model = made("gpt2", vocab_size=30, n_embd=16, n_layer=2, n_head=2, **ENDS)
     return model, torch.arange(5)[None]
 
 

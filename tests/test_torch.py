@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,15 @@ import torch
 import torch.nn.attention.bias
 from torch import nn
 
+from tests.sources import TREES, called, strings
 from torchhook import _torch
 from torchhook._torch import releases
 
 RIGHT = "right"
 NAMES = {  # the name, what needs it, and what is said where it cannot be done without
     "torch._lazy_clone": ("captured", RIGHT),
+    "torch._C._is_cow_tensor": ("captured", RIGHT),
+    "torch.Tensor._use_count": ("captured", RIGHT),
     "torch.UntypedStorage._cdata": ("captured", RIGHT),
     "torch._C._are_functorch_transforms_active": ("in_vmap", RIGHT),
     "torch._C._functorch.peek_interpreter_stack": ("in_vmap", RIGHT),
@@ -37,6 +41,8 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch.nn.attention.bias.CausalBias._materialize": ("attended", "CausalBias._materialize"),
     "torch.utils._pytree.SUPPORTED_NODES": ("saved", RIGHT),
     "torch._make_per_tensor_quantized_tensor": ("saved", "_make_per_tensor_quantized_tensor"),
+    "torch._make_per_channel_quantized_tensor": ("saved", "_make_per_channel_quantized_tensor"),
+    "torch.Tensor._indices": ("saved", RIGHT),
     "torch._C._len_torch_function_stack": ("heard", "_len_torch_function_stack"),
     "torch._C._get_function_stack_at": ("heard", "_get_function_stack_at"),
     "torch._C._pop_torch_function_stack": ("heard", "_pop_torch_function_stack"),
@@ -46,6 +52,13 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
 }
 
 
+NEEDED = {  # by torch itself, so that a process without them would show nothing
+    "torch.nn.Module._call_impl",
+    "torch.utils.checkpoint._CheckpointFrame",  # "not_understood" stands for these two
+    "torch.utils.checkpoint.CheckpointFunction._backward_cls",
+    "torch._native_multi_head_attention",
+    "torch._C._push_on_torch_function_stack",
+}
 # What the oldest torch does not have yet: there, every other test shows what is done without it.
 LATER = {"torch._C._autograd._top_saved_tensors_default_hooks"}
 
@@ -85,6 +98,23 @@ def test_checkpoints_that_cannot_be_seen_into_are_refused() -> None:
 
 def test_checkpoints_are_seen_into_and_that_is_known() -> None:
     assert _torch.understands_checkpoints()
+
+
+def test_every_name_that_is_looked_for_is_on_the_list() -> None:
+    owners = {"nn.Module": "torch.nn.Module", "Tensor": "torch.Tensor", "checkpoint": "torch.utils.checkpoint"}
+    listed = {*NAMES, *NEEDED}
+    found = set()
+    for node in (node for file, tree in TREES.items() if file.startswith("_torch/") for node in ast.walk(tree)):
+        if called(node) == "find" and strings(node.args[:1]):
+            owner = ast.unparse(node.args[2]) if len(node.args) > 2 else "torch"
+            found.add(f"{owners.get(owner, owner)}.{node.args[0].value}")
+    private = {path for path in found if "._" in path.replace(".__", ".")}
+    assert len(private) > 20
+    # A part of one that is taken away is gone with it.
+    assert {path for path in private if not any(f"{path}.".startswith(f"{name}.") for name in listed)} == {
+        "torch._C._functorch",  # of which every name is taken away by itself
+        "torch.utils._pytree",
+    }
 
 
 def test_a_name_on_the_list_is_there_today() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -60,6 +61,13 @@ def test_compiled_code_is_known_from_inside(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [True, False]
     monkeypatch.setattr(compiler, "_frame_callback", lambda: None)  # as where it has vanished
     assert not compiler.in_compiled_code()
+
+
+def test_a_setting_that_torch_does_not_have_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = "torch._dynamo.config.skip_nnmodule_hook_guards = False"
+    assert (setting in compiler.hook_guards()) == hasattr(torch._dynamo.config, "skip_nnmodule_hook_guards")
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", object())
+    assert compiler.hook_guards() == ""
 
 
 def test_modules_know_that_they_were_compiled() -> None:

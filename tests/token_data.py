@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
+
+from tests.language_models import made
 
 LENGTHS = [5, 11, 3, 7, 1, 9, 11, 2, 6, 4, 8, 10, 3, 5, 11, 7, 2, 9, 6]
 BOS, PAD = 1, 0
@@ -54,40 +55,12 @@ def tokens_of(model: Net, ids: Tensor) -> Tensor:
         return model.up(model.table(ids)).flatten(0, 1)
 
 
-def _transformers() -> Any:
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
 def gpt2() -> nn.Module:
-    library = _transformers()
-    torch.manual_seed(0)
-    config = library.GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        bos_token_id=BOS,
-        eos_token_id=2,
-        pad_token_id=PAD,
-    )
-    return library.GPT2LMHeadModel(config).eval()
+    return made("gpt2", n_layer=2, bos_token_id=BOS, eos_token_id=2, pad_token_id=PAD)
 
 
 def llama() -> nn.Module:
-    library = _transformers()
-    torch.manual_seed(0)
-    config = library.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        bos_token_id=BOS,
-        eos_token_id=2,
-    )
-    return library.LlamaForCausalLM(config).eval()
+    return made("llama", num_hidden_layers=2, bos_token_id=BOS, eos_token_id=2, pad_token_id=None)
 
 
 MODELS = {

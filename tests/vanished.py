@@ -186,7 +186,10 @@ def saved() -> None:
     class Makes(nn.Module):
         def forward(self, x: Tensor) -> Any:
             sparse = torch.eye(3).to_sparse()
-            return {"q": torch.quantize_per_tensor(x, 0.1, 3, torch.quint8), "s": sparse, "l": [x, (x, None)]}
+            scales, zeros = torch.full((2,), 0.1), torch.zeros(2, dtype=torch.long)
+            channels = torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8)
+            tensors = {"q": torch.quantize_per_tensor(x, 0.1, 3, torch.quint8), "c": channels, "s": sparse}
+            return {**tensors, "l": [x, (x, None)]}
 
     with th.capture(Makes(), "") as rec:
         pass
@@ -195,7 +198,7 @@ def saved() -> None:
         model(torch.ones(2))
     with tempfile.TemporaryDirectory() as folder:
         read = th.load(rec.save(Path(folder) / "r.safetensors"))[""]
-    assert torch.equal(read["q"].dequantize(), torch.ones(2))
+    assert all(torch.equal(read[name].dequantize(), torch.ones(2)) for name in "qc")
     assert torch.equal(read["s"].to_dense(), torch.eye(3))
     assert torch.equal(read["l"][1][0], torch.ones(2))
 

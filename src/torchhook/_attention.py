@@ -7,6 +7,7 @@ model multiplies and takes the softmax itself, that softmax is the map.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from typing import Any, overload
 
@@ -24,6 +25,7 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_arguments
 from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
+from torchhook._values.wrappers import ORDINARY, is_causal_bias
 from torchhook.errors import NoAttentionError
 
 
@@ -97,8 +99,12 @@ class _Attending(Session):
         index = self.index
         every = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
         self._chosen = every
+        self._written: dict[str, str] = {}
         if sites is not None:
-            self._chosen = {id(target.module): target.site.path for target in resolve(index, sites)}
+            targets = resolve(index, sites)
+            self._chosen = {id(target.module): target.site.path for target in targets}
+            # As they were written, where a standard name stands for another place than one would think.
+            self._written = {t.site.path: t.site.every_call.shown for t in targets if t.site.role}
         # Where else the model attends is only for the advice, should the chosen modules never do.
         self._not_chosen = {key: every[key] for key in every.keys() - self._chosen.keys()}
         self._others: dict[str, None] = {}
@@ -132,9 +138,12 @@ class _Attending(Session):
     def not_seen(self) -> str:
         """Why there are no maps."""
         if self._others:
+            paths = list(self._chosen.values())
+            chosen = [f"{self._written[p]!r} ({shown(p)})" if p in self._written else repr(shown(p)) for p in paths]
+            others = sorted(self._others, key=lambda path: -max(_shared(path, other) for other in paths))
             return (
-                f"no attention call was seen in what sites= chose, {_some(list(self._chosen.values()))}. It is called "
-                f"in {_some(list(self._others))}: choose from these."
+                f"no attention call was seen in what sites= chose, {_some(chosen)}. It is called in "
+                f"{_some([repr(shown(path)) for path in others])}: choose from these."
             )
         return (
             f"no attention call was seen in {self.recording.model_name}: it calls neither scaled_dot_product_attention "
@@ -155,9 +164,14 @@ def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]
         session.look(Target(Site(path, op=op, port=port), module), look)
 
 
-def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-    return ", ".join(repr(shown(path)) for path in paths[:4]) + more
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _shared(path: str, other: str) -> int:
+    """How many names two paths begin with together: the more, the nearer they are."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
@@ -206,7 +220,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def fused(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
-        taken(_with_heads(_scaled_dot_product(*args, **kwargs)))
+        taken(_with_heads(attention_map(*args, **kwargs)))
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
@@ -275,7 +289,7 @@ def _without_grad(look: Look) -> Look:
     return quiet
 
 
-def _scaled_dot_product(
+def attention_map(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -304,11 +318,9 @@ def _scaled_dot_product(
 
 def _plain_mask(mask: Tensor, device: torch.device) -> Tensor:
     """A mask as its numbers: a subclass may hold none, and say what it means to the fused call alone."""
-    if type(mask) in (Tensor, nn.Parameter):
+    if type(mask) in ORDINARY:
         return mask
-    from torch.nn.attention.bias import CausalBias  # takes seconds, unless the model has done it
-
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         return _torch.materialized(mask, device)
     raise TypeError(
         f"attn_mask is a {type(mask).__name__}, a tensor subclass whose numbers may not be the mask that the fused "

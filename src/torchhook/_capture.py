@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.index import Index, unwrapped
-from torchhook._core.keep import Keep, Transform
+from torchhook._core.keep import Keep
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
 from torchhook._core.select import Selector, Target, resolve
@@ -19,6 +19,7 @@ from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
+from torchhook.transforms import Transform, compose
 
 Edits = Mapping[Any, Any]
 Gather = Literal["local", "full"]
@@ -86,7 +87,8 @@ def capture(
     together = None
     if gather == "full":
         together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
-        transform = _gathering(together, transform)
+        whole = _Gathered(together)
+        transform = whole if transform is None else compose(whole, transform)
     keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
 
     def build(session: Session) -> None:
@@ -102,17 +104,20 @@ def capture(
     return session.handed_out("what th.capture(…) returned")
 
 
-def _gathering(together: Together, transform: Transform | None) -> Transform:
-    def put_together(tensor: Tensor) -> Tensor:
-        groups = sharded_over(tensor)
-        together.need(groups, f"a DTensor of shape {tuple(tensor.shape)}")
+class _Gathered:
+    """A transform that puts the parts of all ranks together."""
+
+    moves_dims = False
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+
+    def __call__(self, value: Any) -> Any:
+        return tree.map_tensors(self._whole, value)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        self.together.need(sharded_over(tensor), f"a DTensor of shape {tuple(tensor.shape)}")
         return full(tensor)
-
-    def gather(value: Any) -> Any:
-        whole = tree.map_tensors(put_together, value)
-        return whole if transform is None else transform(whole)
-
-    return gather
 
 
 def _every_module(name: str, module: nn.Module) -> bool:
@@ -169,8 +174,17 @@ def run(
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     >>> output, rec = run(model, torch.ones(2, 3), capture="0")
 
-    With ``edit`` alone, nothing is recorded. Other keywords go to the model; ``kwargs=`` holds those whose names are
-    taken here. With ``stop=True`` the forward pass ends at the last site and the output is a ``Stopped``.
+    With ``edit`` alone, nothing is recorded. With ``stop=True`` the forward pass ends at the last site, and the output
+    is a ``Stopped``.
+
+    Args:
+        model: The model.
+        args: What it is called with.
+        capture: What to record, by any selector.
+        edit: Edits by selector, as ``th.edit`` takes them.
+        before_edits, exclude, port, keep, device, dtype, transform, stop: As in ``th.capture``.
+        kwargs: Keyword arguments of the model whose names are taken here.
+        model_kwargs: All its others.
     """
     _refuse_meant_for_run(model, model_kwargs)
     if capture is None and edit is not None:

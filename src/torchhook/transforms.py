@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from torchhook._values import padding, parts, tree
-from torchhook._values.elements import in_range
-from torchhook._values.heads import KnownHeads
-from torchhook._values.kept_parts import Only
-from torchhook._values.padding import Known
+from torchhook._values.elements import in_range, least
+from torchhook._values.heads import Where, has_heads, unknown
+from torchhook._values.kept_parts import Only, Placed
+from torchhook._values.padding import Known, dim_of_tokens, padding_along, unpadded
 from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
@@ -57,21 +57,43 @@ class _EachTensor(ValueObject):
     options: Mapping[str, Any]
 
     def __call__(self, value: Any) -> Any:
-        return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options), value)
+        return self.kept(value, unknown)
+
+    def kept(self, value: Any, known: Where) -> Any:
+        """What is kept at a site where this is known of the heads."""
+        more = {"known": known} if self.function in _OF_TOKENS else {}
+        return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options, **more), value)
+
+    @property
+    def asks_where(self) -> bool:
+        """Whether it is about tokens, which have another dim where heads come first."""
+        return self.function in (*_OF_TOKENS, _narrow)
+
+    @property
+    def leaves_one_token(self) -> bool:
+        """Whether the dim of tokens is gone from what it returns."""
+        pools = self.function is _pool and self.options["dims"] is None
+        return pools or (self.function is _tokens and not isinstance(self.args[0], list) and self.args[0] != "patches")
+
+    @property
+    def moves_dims(self) -> bool:
+        """Whether what it returns has other dims than the value, so that sizes alone tell which they are."""
+        return self.function in (_pool, _statistics)
 
     def __repr__(self) -> str:
         # What was not given is not written: a store compares this text with that of the run which it continues.
         given = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.options.items() if v is not None)]
         return f"{self.function.__name__.strip('_')}({', '.join(given)})"
 
-    def afterwards(self, known: Known | None) -> Known | None:
+    def afterwards(self, known: Known | None, heads: Where = unknown) -> Known | None:
         """What is known of the padding of what this returns, for the transform that comes next."""
         if known is None:
             return None
-        if self.function is _narrow and self.options["dim"] == 1:
+        time = 2 if heads().comes_first else 1
+        if self.function is _narrow and self.options["dim"] == time:
             return known.sliced(slice(*self.args))
         dims = self.options.get("dims")
-        reduces = self.function in (_pool, _statistics) and (dims is None or 1 in dims)
+        reduces = self.function in (_pool, _statistics) and (dims is None or time in dims)
         return None if reduces or self.function is _tokens else known
 
 
@@ -94,6 +116,7 @@ def pool(how: str = "mean", dims: int | Sequence[int] | None = None, *, masked: 
     >>> pool("mean")(torch.ones(2, 3, 4, 4)).shape
     torch.Size([2, 3])
 
+    Of what an attention takes and gives, ``(N, heads, T, D)``, tokens are reduced, too (``@q``, ``@k``, ``@v``).
     Channels last? Name the dims: ``pool("mean", dims=(1, 2))``. Padding is left out where the model is called with an
     attention mask, or ``lengths=`` is given to ``extract``; ``masked=False`` takes it in.
     """
@@ -108,33 +131,29 @@ def _unless_default(masked: bool) -> bool | None:
     return None if masked else False
 
 
-def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool | None) -> Tensor:
-    named = dims is not None
+def _pool(tensor: Tensor, how: str, dims: tuple[int, ...] | None, masked: bool | None, known: Where) -> Tensor:
+    named, time = dims is not None, None
+    if tensor.dim() == 4 and has_heads(tensor.shape, known()):
+        time = dim_of_tokens(tensor, known, f"pool({how!r})")
     if dims is None:
-        dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim()))
+        dims = (1,) if tensor.dim() == 3 else tuple(range(2, tensor.dim())) if time is None else (time,)
     # To torch, no dims are all dims.
     if not dims:
         return tensor
-    real = None if masked is False else padding.real(tensor, dims, named)
+    real = None if masked is False else padding.real(tensor, dims, named, time, known)
     return _POOLS[how](tensor, dims) if real is None else _pool_of(tensor, how, dims, real)
 
 
 def _pool_of(tensor: Tensor, how: str, dims: tuple[int, ...], real: Tensor) -> Tensor:
     """What a pool gives of the real elements; the others may hold anything, a NaN too."""
     if how == "max":
-        return tensor.masked_fill(~real, _least(tensor.dtype)).amax(dims)
+        return tensor.masked_fill(~real, least(tensor.dtype)).amax(dims)
     kept = torch.where(real, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
     if how == "sum" or not (tensor.is_floating_point() or tensor.is_complex()):
         return _POOLS[how](kept, dims)  # torch itself refuses the mean of integers
     # The sum of many halves is beyond their range, their mean is not: torch's own mean sums in float too.
     wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     return (kept.sum(dims, dtype=wide) / real.expand(tensor.shape).sum(dims)).to(tensor.dtype)
-
-
-def _least(dtype: torch.dtype) -> float | int:
-    if dtype.is_floating_point:
-        return float("-inf")
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def tokens(
@@ -145,9 +164,11 @@ def tokens(
     >>> tokens("cls")(torch.zeros(2, 197, 8)).shape, tokens([0, 5])(torch.zeros(2, 197, 8)).shape
     (torch.Size([2, 8]), torch.Size([2, 2, 8]))
 
-    Positions are counted among the tokens that are not padding, on whichever side it is, where the model is called
-    with an attention mask, or ``lengths=`` is given; ``masked=False`` counts all. ``lengths=`` here are those of the
-    rows of one batch, ``(N,)``, or its mask ``(N, T)``:
+    Where the modules around a site say that heads come first (``@q``, ``@k``, ``@v``, what attention takes and gives),
+    the tokens of ``(N, heads, T, D)`` are chosen, and the dim of heads stays. Positions are counted among the tokens
+    that are not padding, on whichever side it is, where the model is called with an attention mask, or ``lengths=`` is
+    given; ``masked=False`` counts all. ``lengths=`` here are those of the rows of one batch, ``(N,)``, or its mask
+    ``(N, T)``:
 
     >>> tokens("last", lengths=[1, 3])(torch.arange(6.0).reshape(2, 3, 1)).flatten()
     tensor([0., 5.])
@@ -174,15 +195,20 @@ _ENDS = {"cls": 0, "last": -1}
 
 
 def _tokens(
-    tensor: Tensor, which: str | int | list[int], prefix: int | None, masked: bool | None, lengths: Any
+    tensor: Tensor, which: str | int | list[int], prefix: int | None, masked: bool | None, lengths: Any, known: Where
 ) -> Tensor:
     # Of (N, D) a feature would be taken for a token.
     if tensor.dim() < 3:
         raise TransformError(f"tokens({which!r}) needs values of shape (N, T, ...), found {tuple(tensor.shape)}.")
+    # Next to the rows, to choose; and back again, unless one was chosen.
+    dim = dim_of_tokens(tensor, known, f"tokens({which!r})")
+    if dim != 1:
+        chosen = _tokens(tensor.movedim(dim, 1), which, prefix, masked, lengths, unknown)
+        return chosen if chosen.dim() < tensor.dim() else chosen.movedim(1, dim)
     if lengths is not None:
         mask = padding.given("lengths=", lengths, len(tensor)).at(len(tensor), tensor.shape[1])
     else:
-        mask = None if masked is False else padding.mask_of(tensor)
+        mask = None if masked is False else padding.mask_of(tensor, 1, known)
     if which == "patches":
         if mask is not None:
             raise TransformError(
@@ -209,10 +235,10 @@ def topk(k: int, dim: int = -1, largest: bool = True) -> Transform:
     return _each(_topk, k, dim=dim, largest=largest)
 
 
-def _topk(tensor: Tensor, k: int, dim: int, largest: bool) -> dict[str, Tensor]:
-    mask = padding.mask_of(tensor) if tensor.dim() > 2 and dim % tensor.dim() == 1 else None
+def _topk(tensor: Tensor, k: int, dim: int, largest: bool, known: Where) -> dict[str, Tensor]:
+    mask, time = padding_along(tensor, [dim], known, f"topk({k}, dim={dim})")
     if mask is not None:
-        found = [row.topk(k, dim=dim, largest=largest) for row in _unpadded(tensor, mask)]
+        found = [row.topk(k, dim=dim, largest=largest) for row in unpadded(tensor, mask, time)]
         values, indices = (torch.cat(parts) for parts in zip(*found, strict=True))
         return {"values": values, "indices": indices}
     values, indices = tensor.topk(k, dim=dim, largest=largest)
@@ -252,7 +278,8 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     torch.Size([4, 2, 3])
 
     Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
-    ``edits.along``. In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    ``edits.along``. With ``heads=``, keys and values that a kernel wants repeated (``@k``, ``@v``) are kept once each.
+    In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
     """
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")
@@ -263,19 +290,34 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
 def asks_where(transform: Any) -> bool:
     """Whether a transform wants to know what is known of the heads at its site.
 
-    >>> asks_where(compose(only(heads=1), pool("mean"))), asks_where(pool("mean"))
+    >>> asks_where(compose(only(heads=1), cast(torch.half))), asks_where(cast(torch.half))
     (True, False)
     """
-    if isinstance(transform, _Compose):
-        return any(map(asks_where, transform.transforms))
-    return isinstance(transform, Only)
+    return bool(getattr(transform, "asks_where", False)) if isinstance(transform, ValueObject) else False
 
 
-def placed(transform: Any, known: Callable[[], KnownHeads]) -> Any:
+def placed(transform: Any, known: Where) -> Any:
     """The same transform for one site."""
     if isinstance(transform, _Compose):
-        return _Compose(tuple(placed(one, known) for one in transform.transforms))
-    return transform.placed(known) if isinstance(transform, Only) else transform
+        found = []
+        for one in transform.transforms:
+            found.append(placed(one, known))
+            known = heads_after(one, known)
+        return _Compose(tuple(found))
+    return Placed(transform, known) if asks_where(transform) else transform
+
+
+def heads_after(transform: Any, known: Where) -> Where:
+    """What is known of the heads in what a transform returns; a function of somebody's own may have moved dims."""
+    if isinstance(transform, _Compose):
+        for one in transform.transforms:
+            known = heads_after(one, known)
+        return known
+    if isinstance(transform, _EachTensor) and transform.leaves_one_token:
+        return lambda: known().without_tokens()
+    if transform is None or not getattr(transform, "moves_dims", True):
+        return known
+    return lambda: known().by_sizes()
 
 
 def statistics(dims: Sequence[int] | None = None) -> Transform:
@@ -287,20 +329,17 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
     return _each(_statistics, dims=None if dims is None else tuple(dims))
 
 
-def _statistics(tensor: Tensor, dims: tuple[int, ...] | None) -> dict[str, Tensor]:
-    named = None if dims is None else {dim % tensor.dim() for dim in dims}
-    mask = padding.mask_of(tensor) if tensor.dim() > 2 and (named is None or 1 in named) else None
+def _statistics(tensor: Tensor, dims: tuple[int, ...] | None, known: Where) -> dict[str, Tensor]:
+    mask, time = padding_along(tensor, dims, known, "statistics()")
     if mask is None:
         return by_row(tensor, dims)
     # Each row by itself: five statistics with a mask would be five chances to let padding in.
-    rows = [by_row(row, dims) for row in _unpadded(tensor, mask)]
+    rows = [by_row(row, dims) for row in unpadded(tensor, mask, time)]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
-def _unpadded(tensor: Tensor, mask: Tensor) -> list[Tensor]:
-    """Each row as a batch of its own, without its padding."""
-    places = [row.nonzero().squeeze(1).to(tensor.device, non_blocking=True) for row in mask]
-    return [tensor[i : i + 1].index_select(1, places[i]) for i in range(len(tensor))]
+_OF_TOKENS = (_pool, _tokens, _topk, _statistics)
+"""Functions that are told what is known of the heads at their site."""
 
 
 def pick(address: str | int) -> Transform:
@@ -343,6 +382,10 @@ class _Compose(ValueObject):
                 value = transform(value)
             known = padding.afterwards(transform, known)
         return value
+
+    @property
+    def asks_where(self) -> bool:
+        return any(map(asks_where, self.transforms))
 
     def afterwards(self, known: Known | None) -> Known | None:
         for transform in self.transforms:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.language_models import made
 from tests.models import Merges
 from torchhook._cam.api import cam
 from torchhook._cam.result import stretch, upsample
@@ -99,13 +100,8 @@ def test_a_frozen_model_is_frozen_after_an_error_too() -> None:
 
 
 def test_a_frozen_bert_has_maps() -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, vocab_size=100
-    )
-    model = transformers.BertForSequenceClassification(config).eval()
-    ids = {"input_ids": torch.randint(0, 100, (1, 12))}
+    model = made("bert", "BertForSequenceClassification")
+    ids = {"input_ids": torch.randint(0, 64, (1, 12))}
     wanted = cam(model, ids, 1)
     found = cam(model.requires_grad_(False), ids, 1)
     assert found.layer == wanted.layer

@@ -83,11 +83,12 @@ def test_a_session_inside_compiled_code_is_refused_in_one_sentence(net: Net, wha
     assert stance() == "default"
 
 
-@pytest.mark.parametrize("what", INSIDE)
+# Of one that was made before, torch stops at another line of the session before it comes to that one.
+@pytest.mark.parametrize("what", [what for what in INSIDE if what != "capture made before"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_whole_graph_is_refused_with_the_same_sentence_inside(net: Net, what: str) -> None:
-    if what == "capture made before" or (what == "VerboseExecution" and TORCH < (2, 7)):
-        pytest.skip("torch stops at another line of the session before it comes to that one")
+    if what == "VerboseExecution" and TORCH < (2, 7):
+        pytest.skip("this version's compiler stops at another line of the session before it comes to that one")
     with pytest.raises(SessionError, match="attach=True") as caught:
         torch.compile(INSIDE[what](net), backend="eager", fullgraph=True)(X)  # type: ignore[call-overload]
     assert "attach=True" in str(caught.value).splitlines()[0]  # and not behind what the compiler says

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.language_models import made
 from torchhook import edits
 from torchhook._capture import run
 from torchhook._layers.api import ops
@@ -27,21 +28,7 @@ TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 8, 30]])
 
 
 def mixtral(implementation: str) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        experts_implementation=implementation,
-    )
-    model = MixtralForCausalLM(config).eval()
+    model = made("mixtral", num_hidden_layers=2, experts_implementation=implementation)
     with torch.no_grad():  # far from zero, which anything would be near to
         for parameter in model.parameters():
             parameter *= 8 if parameter.dim() == 3 else 1

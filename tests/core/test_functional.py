@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
-from tests.models import Apply, small_gpt2
+from tests.language_models import small_gpt2
+from tests.models import Apply
 from tests.oracle import assert_same, freeze, hooks_on, in_threads, snapshot
 from torchhook import edits
 from torchhook.errors import NeverRanError, NeverRanWarning, SessionError

@@ -21,7 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
-from tests.models import Apply, small_gpt2, tensors_in
+from tests.language_models import small_gpt2
+from tests.models import Apply, tensors_in
 from tests.oracle import assert_same, hooks_on, in_threads, snapshot
 from torchhook import edits
 from torchhook.errors import AmbiguousCallError, NeverRanError, NeverRanWarning, SelectorError, SessionError

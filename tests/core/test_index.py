@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
-from tests.models import small_gpt2
+from tests.language_models import small_gpt2
 from torchhook._core import index as index_module
 from torchhook._core.index import Index, all_modules, glob_pattern
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import torchhook as th
 from torchhook._core import keep as room
@@ -183,6 +184,34 @@ def test_a_meta_or_fake_tensor_is_kept_as_what_it_is(way: str, door) -> None:
         fake = torch.empty(2, 3)
         assert type(door(Keep(), fake)) is type(fake)
         assert Keep(dtype=torch.float16).value(fake).dtype == torch.float16
+
+
+class WithUnits(Tensor):
+    """As a user writes them: what it carries is handed on by no operation."""
+
+    units: str
+
+
+def carrying(kind: str) -> Tensor:
+    if kind == "causal bias":
+        return causal_lower_right(3, 5)
+    tensor = numbers().as_subclass(WithUnits)
+    tensor.units = "mV"
+    return tensor
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"device": "cpu"}], ids=str)
+@pytest.mark.parametrize("mode", ["copy", "clone", "live"])
+@pytest.mark.parametrize("kind", ["causal bias", "units"])
+def test_a_subclass_is_kept_with_what_it_carries_beside_its_numbers(
+    kind: str, mode: str, options: dict[str, Any], door
+) -> None:
+    tensor = carrying(kind)
+    before = dict(vars(tensor))
+    assert before
+    kept = door(Keep(mode, **options), tensor)
+    assert type(kept) is type(tensor)
+    assert vars(kept) == before == vars(tensor)
 
 
 @pytest.mark.shows("torch.func: captures under vmap")

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import torchhook as th
 from tests.oracle import hooks_on
 from torchhook import edits
-from torchhook._core import steps
 from torchhook._core.index import Index
 from torchhook._core.session import Session
 from torchhook.errors import NeverRanWarning, SessionError
@@ -386,15 +385,3 @@ def test_inputs_and_parameters_are_cloned_each_time(net: Net) -> None:
         x.numpy()[:] = 7.0  # memory that a raw pointer knows
         assert rec["0"].tolist() == rec["1"].tolist() == [[1.0] * 3] * 2
     assert session._keeps[0]._inputs == ()  # and not held any longer
-
-
-def test_a_model_of_many_layers_is_not_looked_through(net: Net) -> None:
-    wide = nn.Sequential(*[nn.Identity() for _ in range(steps._MANY + 1)])
-    assert steps.generators(wide) == []
-
-    class Writes(nn.Module):
-        def generate(self) -> None: ...
-
-    inner = Writes()
-    assert steps.generators(nn.Sequential(inner, nn.Identity())) == [inner]
-    assert steps.generators(nn.Sequential(nn.Sequential(inner), wide)) == [inner]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import torchhook as th
 from torchhook._core import steps
+from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
@@ -205,12 +206,12 @@ def test_all_threads_together_have_no_steps() -> None:
 
 def test_a_model_that_cannot_generate_gets_no_hook_for_it() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    assert steps.generators(model) == []
+    assert steps.generators(Index(model)) == []
     with th.capture(model, "0"):
         model(torch.ones(1, 3))
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
     assert hooks == (1, 0)
-    assert steps.generators(Speaker()) != []
+    assert steps.generators(Index(Speaker())) != []
 
 
 def test_who_only_looks_asks_for_no_steps() -> None:
@@ -231,9 +232,9 @@ def test_a_block_that_takes_a_cache_is_no_model() -> None:
         def forward(self, input_ids: Tensor, *, past_key_values: Any = None) -> Tensor:
             return input_ids
 
-    assert steps.generators(Block()) == []
+    assert steps.generators(Index(Block())) == []
     base = Base()
-    assert steps.generators(base) == [base]
+    assert steps.generators(Index(base)) == [base]
 
 
 def test_the_hooks_go_and_a_copy_of_the_model_has_none_that_count() -> None:

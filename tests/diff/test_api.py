@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests import oracle, zoo
 from tests.diff.nets import Net, image, net
+from tests.language_models import ENDS, made
 from tests.models import Restless
 from torchhook._capture import capture
 from torchhook._diff.api import diff
@@ -159,12 +160,7 @@ def test_the_first_divergence_of_a_real_model_is_the_one_that_bare_hooks_see(nam
 
 
 def test_the_wrong_block_of_a_gpt2_port_with_other_names_is_found_through_a_map() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=64, **ends)
-    model = GPT2LMHeadModel(config).eval()
+    model = made("gpt2", n_layer=2, **ENDS)
 
     class Port(nn.Module):
         def __init__(self, original: Any) -> None:

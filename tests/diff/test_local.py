@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.diff.nets import image, net
+from tests.language_models import ENDS, made
 from torchhook._diff.api import diff
 
 
@@ -166,12 +167,7 @@ def test_a_program_is_fed_too() -> None:
 
 def test_one_layer_of_a_language_model_is_all_that_differs() -> None:
     """With caches and keyword arguments: all other layers, and the blocks around it, return what those of A do."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=32, vocab_size=64, **ends)
-    model: Any = GPT2LMHeadModel(config).eval()
+    model = made("gpt2", **ENDS)
     port = copy.deepcopy(model)
     with torch.no_grad():
         port.transformer.h[1].mlp.c_fc.bias += 0.25

@@ -37,6 +37,11 @@ def in_buckets() -> Any:
     return clipped(ddp(**options), norm=NORM), clipped(ddp(**options), value=VALUE)
 
 
+def static_graph() -> Any:
+    """The first pass of such a model puts the gradients together only when it has ended."""
+    return clipped(ddp(static_graph=True), norm=NORM), clipped(ddp(static_graph=True), value=VALUE)
+
+
 def flat() -> Any:
     model = fsdp1(use_orig_params=False)
     with th.clip_gradients(model, norm=NORM):
@@ -112,4 +117,7 @@ def trained() -> Any:
     return found
 
 
-SCENARIOS = {f.__name__: f for f in (norms, values, in_buckets, flat, for_good, without_sync, one_rank_clips, trained)}
+SCENARIOS = {
+    f.__name__: f
+    for f in (norms, values, in_buckets, static_graph, flat, for_good, without_sync, one_rank_clips, trained)
+}

@@ -85,6 +85,10 @@ def edited_ddp() -> Any:
     return edited("ddp")
 
 
+def edited_ddp_static_graph() -> Any:
+    return edited("ddp", static_graph=True)
+
+
 def edited_ddp_in_buckets() -> Any:
     return edited("ddp", gradient_as_bucket_view=True)
 
@@ -153,6 +157,7 @@ SCENARIOS = {
         several_passes,
         edited_ddp,
         edited_ddp_in_buckets,
+        edited_ddp_static_graph,
         edited_fsdp1,
         edited_fsdp2,
         captured_and_edited,

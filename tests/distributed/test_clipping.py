@@ -47,6 +47,13 @@ def close(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def limited_on_all_ranks_alike(first: Any, second: Any) -> None:
+    close(first, second)
+    (norm, _), (value, _) = first
+    close(norm, shortened(alone()))
+    close(value, clamped(alone()))
+
+
 @pytest.mark.shows("Sharded training: clipping by norm under DDP, FSDP1 and FSDP2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_norm_over_all_ranks_is_limited_as_torch_limits_it(found: Results, kind: str) -> None:
@@ -65,11 +72,11 @@ def test_elements_are_limited_after_the_reduction(found: Results, kind: str) -> 
 
 @pytest.mark.shows("Sharded training: clipping with gradient_as_bucket_view=True")
 def test_gradients_that_are_views_of_buckets_are_limited_on_all_ranks_alike(found: Results) -> None:
-    first, second = found["in_buckets"]
-    close(first, second)
-    (norm, _), (value, _) = first
-    close(norm, shortened(alone()))
-    close(value, clamped(alone()))
+    limited_on_all_ranks_alike(*found["in_buckets"])
+
+
+def test_gradients_that_a_static_graph_reduces_at_the_end_of_its_first_pass_are_limited(found: Results) -> None:
+    limited_on_all_ranks_alike(*found["static_graph"])
 
 
 def test_flat_parameters_are_limited_by_their_norm_over_all_ranks(found: Results) -> None:

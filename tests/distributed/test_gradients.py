@@ -85,7 +85,7 @@ def test_every_pass_is_a_call(found: Results) -> None:
 
 
 @pytest.mark.shows("Sharded training: edits of gradients")
-@pytest.mark.parametrize("kind", ["ddp", "ddp_in_buckets", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp_in_buckets", "ddp_static_graph", "fsdp1", "fsdp2"])
 def test_edited_gradients_are_those_of_a_single_process(found: Results, kind: str) -> None:
     model = net()
     with th.edit(model, EDITS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -162,9 +163,29 @@ def test_where_it_cannot_act_it_says_so(value: Any, site: Site, said: str) -> No
 
 def test_a_place_without_attention_is_refused_before_anything_runs() -> None:
     model, _ = small_gpt2()
-    for site in ("transformer.h.0.attn", "transformer.h.0.attn/scaled_dot_product_attention", "transformer.h.0:input"):
-        with pytest.raises(EditError, match=r"cuts attention where it is computed, at 'transformer.h.0"):
+    for site in ("transformer.h.0.attn", "transformer.h.0:input", "transformer.h.0.attn.c_proj:input"):
+        with pytest.raises(EditError, match=r"cuts attention where.*one of '…/scaled_dot_product_attention:input', '…"):
             th.edit(model, {site: edits.block(1, 0)}).open()
+    call = "transformer.h.0.attn/scaled_dot_product_attention"
+    for site in (call, f"{call}:input.args.0"):
+        with pytest.raises(EditError, match=rf"all that the call takes: '{call}:input'\."):
+            th.edit(model, {site: edits.block(1, 0)}).open()
+
+
+def test_an_address_that_is_advised_exists() -> None:
+    model: Any = small_gpt2(attn_implementation="sdpa")[0]
+    with pytest.raises(
+        EditError, match=r"@q\.1: .*this is transformer\.h\.1\.attn/scaled.*:input\.args\.0\. Name"
+    ) as told:
+        th.edit(model, {"@q.1": edits.block(3, 1)}).open()
+    (advised,) = re.findall(r"takes: '(.*?)'", str(told.value))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad(), th.edit(model, {advised: edits.block(3, 1)}):
+        maps = th.attention(model, ids)
+    assert float(maps["transformer.h.1.attn"][0, :, 3, 1].abs().max()) == 0
+    with pytest.raises(EditError, match=r"@z\.1: .*this is transformer\.h\.1\.attn\.c_proj:input\.") as told:
+        th.edit(model, {"@z.1": edits.block(3, 1)}).open()
+    assert "c_proj/" not in str(told.value)
 
 
 def test_they_print_as_written_compare_and_pickle() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.language_models import made
 from torchhook import transforms as tf
 from torchhook._extract.api import extract
 from torchhook.errors import ExtractError, PaddingWarning, TransformError
@@ -39,21 +40,11 @@ def with_positions(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tenso
 
 
 def bert() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-    )
-    return transformers.BertModel(config).eval()
+    return made("bert", "BertModel", num_hidden_layers=2)
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-    )
-    return transformers.LlamaModel(config).eval()
+    return made("llama", "LlamaModel", num_hidden_layers=2, pad_token_id=None)
 
 
 KINDS = {"bert": (bert, "encoder.layer.1"), "llama": (llama, "layers.1")}

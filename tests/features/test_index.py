@@ -157,31 +157,32 @@ def test_a_page_that_becomes_the_index_while_it_is_read_is_not_missed(tmp_path, 
 
 # -- a hundred thousand shards ------------------------------------------------------------------------------
 
-request_counts = pytest.importorskip("benchmarks.request_counts", exc_type=ImportError)
 MANY = 30_000  # more than are listed whole
 
 
-@pytest.fixture(scope="module", autouse=True)
-def empty():
-    yield
-    request_counts.CountingStore.objects.clear()
+@pytest.fixture(scope="module")
+def request_counts():
+    """An object store that counts, which needs fsspec: the tests before this line do not."""
+    module = pytest.importorskip("benchmarks.request_counts", exc_type=ImportError)
+    yield module
+    module.CountingStore.objects.clear()
 
 
 @pytest.mark.slow
-def test_few_requests_open_and_go_on_with_a_store_of_many_shards(tmp_path):
+def test_few_requests_open_and_go_on_with_a_store_of_many_shards(request_counts):
     _, found = request_counts.table(MANY)
     assert len(found) == 4
     assert max(found.values()) <= 50  # and as many for 100,000: `benchmarks/extract.py` prints them
 
 
-def test_shards_that_no_index_knows_are_found_where_they_are_missing():
+def test_shards_that_no_index_knows_are_found_where_they_are_missing(request_counts):
     url = f"counted://bucket/{MANY}"
     request_counts.made(url, MANY, present=12_345, indexed=12_000)
     found = request_counts.run(url, MANY, dry_run=True)
     assert found.todo == MANY - 12_345
 
 
-def test_a_shard_that_is_in_the_way_unseen_is_left_as_it_is():
+def test_a_shard_that_is_in_the_way_unseen_is_left_as_it_is(request_counts):
     """What a listing was too dear for is made again, and then found to be there."""
     url = f"counted://bucket/unseen{MANY}"
     request_counts.made(url, MANY, present=MANY, indexed=MANY)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import torchhook as th
+from tests.language_models import made
 
-transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+except ImportError:  # tests.gpu runs without pytest too
+    pass
 
 
 def test_a_joined_generation_equals_one_forward_pass() -> None:
@@ -17,17 +21,7 @@ def test_a_joined_generation_equals_one_forward_pass() -> None:
 
 
 def _is_joined(cache: str | None) -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    model = transformers.LlamaForCausalLM(config).eval().cuda()
+    model = made("llama", num_hidden_layers=2).cuda()
     ids = torch.randint(3, 60, (2, 5), device="cuda")
     options = {"cache_implementation": cache, "disable_compile": True} if cache else {}
     with th.capture(model, "model.layers.1") as rec:

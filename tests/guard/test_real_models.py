@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.guard.faults import NAN
+from tests.language_models import ENDS, made
 from tests.models import tensors_in
 from tests.zoo import WITHOUT_GRADIENT, ZOO
 from torchhook._guard.api import guard
@@ -37,29 +38,21 @@ def _padded() -> dict[str, Any]:
 
 
 def _gpt2(attention: str) -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
-    config._attn_implementation = attention
+    model = made("gpt2", attn_implementation=attention, n_layer=2, **ENDS)
     given = _padded()
-    return GPT2LMHeadModel(config), {**given, "labels": given["input_ids"]}
+    return model.train(), {**given, "labels": given["input_ids"]}
 
 
 def _bert(attention: str) -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-    config._attn_implementation = attention
+    model = made("bert", attn_implementation=attention, num_hidden_layers=2)
     given = _padded()
-    return BertForMaskedLM(config), {**given, "labels": given["input_ids"]}
+    return model.train(), {**given, "labels": given["input_ids"]}
 
 
 def _t5() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    model = made("t5", num_layers=2, decoder_start_token_id=0)
     given = _padded()
-    return T5ForConditionalGeneration(config), {**given, "labels": given["input_ids"]}
+    return model.train(), {**given, "labels": given["input_ids"]}
 
 
 REAL: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {

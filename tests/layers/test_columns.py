@@ -11,16 +11,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchhook as th
+from tests.language_models import ENDS, made
 
 
 def gpt2(layers: int = 2, attention: str = "sdpa") -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=layers, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    config._attn_implementation = attention
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).eval()
+    return made("gpt2", attn_implementation=attention, n_layer=layers, n_embd=16, n_head=2, **ENDS)
 
 
 IDS = torch.arange(10)[None]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.language_models import ENDS, made
 from tests.report.nets import Photo, Text
 from torchhook import demo
 from torchhook._core.index import Index
@@ -13,10 +14,7 @@ from torchhook._layers.api import untrained
 
 
 def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    return made("gpt2", **ENDS)
 
 
 @pytest.mark.parametrize("build", [gpt2, Photo, Text, lambda: nn.Sequential(nn.Linear(16, 16))])

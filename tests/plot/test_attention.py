@@ -186,9 +186,9 @@ def test_wrong_options_are_refused(weights: torch.Tensor) -> None:
         attention(weights, query=6)
     with pytest.raises(IndexError, match="sample=2"):
         attention(weights, sample=2)
-    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+    with pytest.raises(ValueError, match="1 token cannot name 6 keys"):
         attention(weights, tokens=["a"])
-    with pytest.raises(ValueError, match="1 tokens do not name 6 keys"):
+    with pytest.raises(ValueError, match="1 token cannot name 6 keys"):
         attention(weights, tokens=["a"], query=1)
     with pytest.raises(ValueError, match="found shape"):
         attention(torch.rand(5))
@@ -210,3 +210,49 @@ def test_many_heads_have_one_color_bar_and_each_says_what_its_brightest_color_is
     for panel in panels:
         top = float(panel.get_title().partition(" · to ")[2])
         assert top == pytest.approx(panel.images[0].get_clim()[1], rel=0.01)
+
+
+def covered(figure: Any) -> float:
+    """How much of a figure its panels cover, color bars aside."""
+    figure.canvas.draw()
+    boxes = [ax.get_window_extent() for ax in figure.axes if ax.images and ax.get_label() != "<colorbar>"]
+    return float(sum(box.width * box.height for box in boxes) / np.prod(figure.get_size_inches() * figure.dpi))
+
+
+@pytest.mark.parametrize("heads", [1, 12, 32])
+@pytest.mark.parametrize("shape", [(1, 3), (1, 90), (3, 60), (40, 3)])
+@pytest.mark.parametrize("named", [False, True])
+def test_maps_of_any_shape_fill_their_picture(heads: int, shape: tuple[int, int], named: bool) -> None:
+    weights = torch.rand(1, heads, *shape, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    figure = attention(weights, tokens=[f"t{i}" for i in range(shape[1])] if named else None)
+    assert covered(figure) > 0.4
+    assert max(figure.get_size_inches()) < 14
+
+
+def test_of_one_query_each_head_is_a_line_up_to_its_own_top() -> None:
+    weights = torch.rand(1, 3, 1, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    weights[0, 1] /= 4
+    panel, bar = attention(weights, tokens=list("abcdefg")).axes
+    drawn = np.asarray(panel.images[0].get_array())
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    assert [label.get_text() for label in panel.get_xticklabels()] == list("abcdefg")
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["0", "top"]
+    for head, (name, line) in enumerate(zip(names, drawn, strict=True)):
+        said, _, top = name.partition(" · to ")
+        assert said == f"head {head}"
+        np.testing.assert_allclose(line * float(top), weights[0, head, 0].numpy(), rtol=0.01)
+
+
+def test_a_query_that_is_chosen_without_words_is_drawn_alone(weights: torch.Tensor) -> None:
+    panel = attention(weights, query=-2, heads=1).axes[0]
+    np.testing.assert_array_equal(np.asarray(panel.images[0].get_array()), weights[0, 1, -2:-1].numpy())
+    assert (panel.get_title(), panel.get_ylabel(), panel.get_xlabel()) == ("head 1", "query", "key")
+
+
+def test_one_query_is_drawn_into_an_axes_of_the_users() -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2)
+    assert attention(torch.rand(1, 2, 1, 5).softmax(-1), ax=axes[1], title="step 3") is figure
+    assert (len(figure.axes), axes[1].get_title(loc="left")) == (2, "step 3")
+    plt.close(figure)

@@ -29,5 +29,5 @@ def test_every_cell_has_its_token_and_the_last_site_is_above() -> None:
 def test_columns_are_named_by_the_inputs_tokens_and_positions_can_be_chosen() -> None:
     ax = plot.lens(_lens(), tokens=["The", "$cat", "sat", "\n"], positions=[-1, 0]).axes[0]
     assert len([label.get_text() for label in ax.get_xticklabels()]) == 2
-    with pytest.raises(ValueError, match="do not name 4 positions"):
+    with pytest.raises(ValueError, match="cannot name 4 positions"):
         plot.lens(_lens(), tokens=["The"])

@@ -45,9 +45,9 @@ def test_a_batch_has_a_panel_each_and_one_image_may_have_many_maps(photo: torch.
     for image in (batch, photo):
         figure = overlay(image, torch.rand(3, 4, 6), titles=["a", "b", "c"])
         assert [ax.get_title() for ax in figure.axes if ax.images] == ["a", "b", "c"]
-    with pytest.raises(ValueError, match="2 maps do not belong to 3 images"):
+    with pytest.raises(ValueError, match="2 maps cannot lie over 3 images"):
         overlay(batch, torch.rand(2, 4, 6))
-    with pytest.raises(ValueError, match="1 titles"):
+    with pytest.raises(ValueError, match="1 title cannot"):
         overlay(photo, torch.rand(3, 4, 6), titles=["a"])
 
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,7 +159,7 @@ def test_records_carry_site_call_order_shape_dtype_device_and_size(rec: Recordin
     ]
     assert [r.call for r in rec.records("relu")] == [0, 1, 2]
     first = records[0]
-    assert (first.shape, first.dtype, first.device, first.nbytes) == ("(1, 2)", "float32", "cpu", 8)
+    assert (first.shape, first.dtype, first.device, first.nbytes) == ((1, 2), "float32", "cpu", 8)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,24 @@ def test_records_carry_site_call_order_shape_dtype_device_and_size(rec: Recordin
 )
 def test_a_record_describes_any_value(value: Any, expected: tuple[str, str, str, int]) -> None:
     record = Record(Site("a"), 0, 0, value)
-    assert (record.shape, record.dtype, record.device, record.nbytes) == expected
+    assert (record.text, record.dtype, record.device, record.nbytes) == expected
+
+
+def test_the_shape_of_a_record_is_that_of_its_tensor_or_of_each_by_its_leaf() -> None:
+    def of(value: Any) -> Any:
+        return Record(Site("a"), 0, 0, value).shape
+
+    assert of(torch.zeros(2, 3)) == torch.Size([2, 3]) == np.zeros((2, 3)).shape == of(np.zeros((2, 3)))
+    assert of(torch.zeros(())) == ()
+    assert of(torch.eye(3).to_sparse()) == (3, 3)
+    assert of({"h": torch.zeros(2), "c": [None, torch.zeros(1, 4)]}) == {"h": (2,), "c.1": (1, 4)}
+    assert of(None) == of("text") == {}
+    parts = [torch.zeros(2, 5), torch.zeros(3, 5)]
+    for layout in (torch.jagged, torch.strided):
+        with warnings.catch_warnings():  # that they are a prototype
+            warnings.simplefilter("ignore")
+            nested = torch.nested.nested_tensor(parts, layout=layout)
+        assert of(nested) == (2, None, 5)
 
 
 # -- cat -------------------------------------------------------------------------------------------

@@ -167,6 +167,16 @@ def test_a_function_of_a_batch_has_no_map_and_the_page_says_so() -> None:
     assert "No class activation map: the target is a function of the whole batch" in page.notes[0]
 
 
+def test_a_map_that_fails_for_no_known_reason_is_told_with_the_kind_of_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: object, **options: object) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr("torchhook._report.collect.cam", fails)
+    assert collect(Photo().eval(), X[:1]).notes == ["No class activation map: KeyError: 'x'"]
+
+
 def test_a_function_of_each_sample_has_the_map_of_the_first() -> None:
     model = Photo().eval()
     asked = collect(model, X, target=lambda output: output[:, 1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.language_models import ENDS, made
 from tests.report.nets import Photo, Text
 from torchhook._report.collect import collect
 from torchhook._report.facts import Page
@@ -15,12 +16,7 @@ IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
 
 
 def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config).eval()
+    return made("gpt2", n_layer=2, n_positions=16, **ENDS)
 
 
 def kinds(page: Page) -> list[str]:
@@ -85,7 +81,7 @@ def test_a_language_model_gives_tokens_and_no_feature_maps() -> None:
     assert titles == {"Values"}
     block = next(layer for layer in page.layers if layer.path == "transformer.h.0")
     assert block.calls[0].maps is not None
-    assert block.calls[0].maps.what == "6 tokens (down) × 16 channels (across)"
+    assert block.calls[0].maps.what == "6 tokens (down) × 32 channels (across)"
 
 
 def test_a_sequence_that_is_no_text_has_positions_and_channels() -> None:

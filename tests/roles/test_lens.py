@@ -125,3 +125,14 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training
     assert torch.equal(rec["@resid_post.0"], kept)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_lens_that_needs_inputs_asks_for_its_own_and_not_for_names_that_are_there() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    th.roles(model, table={"@resid_post.0": "0", "@logits": "2"})
+    _, rec = th.run(model, ids, capture="@resid_post.0")
+    with pytest.raises(SelectorError, match=r"with which inputs it runs: give them, th\.lens\(.*inputs=…\)") as told:
+        th.lens(model, rec)
+    assert "th.roles" not in str(told.value)
+    torch.testing.assert_close(th.lens(model, rec, inputs=ids)["@resid_post.0"], model(ids))

@@ -107,14 +107,20 @@ def test_queries_keys_and_values_make_the_attention_that_the_model_reports(name:
                 torch.testing.assert_close(added[0], added[1], rtol=1e-3, atol=2e-4)
 
 
+# All of theirs are refused; `th.roles(model).refused` says why.
+WITHOUT_PATTERN = {"codegen", "gpt_oss", "albert", "mamba"}
+
+
 @pytest.mark.parametrize("name", [n for n in ZOO if n not in ("vit", "t5")])
 def test_patterns_are_those_that_the_model_reports(name: str) -> None:
     model = build(name, attn_implementation="eager")
     roles = th.roles(model)
     inputs = probe.made_for(model).kwargs
     patterns = [role for role in roles if "pattern." in role]
+    assert patterns or name in WITHOUT_PATTERN
     if not patterns:
         return
+    judged = 0
     with torch.no_grad(), th.capture(model, patterns) as rec:
         output = model(**inputs, output_attentions=True)
     for prefix, key in (("", "attentions"), ("encoder.", "encoder_attentions"), ("decoder.", "decoder_attentions")):
@@ -122,6 +128,8 @@ def test_patterns_are_those_that_the_model_reports(name: str) -> None:
             if attention is not None and f"@{prefix}pattern.{i}" in roles:
                 found = _with_heads(rec[f"@{prefix}pattern.{i}"], attention)
                 torch.testing.assert_close(found, attention, rtol=0, atol=0)
+                judged += 1
+    assert judged
 
 
 def _with_heads(value: Tensor, attention: Tensor) -> Tensor:

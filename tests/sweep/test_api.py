@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import oracle
+from tests.language_models import ENDS, made
 from tests.models import Restless
 from torchhook import edits
 from torchhook._capture import capture, edit
@@ -131,11 +132,7 @@ def test_the_matrix_is_that_of_a_loop_by_hand_however_it_is_batched(batch: int |
 
 @pytest.mark.parametrize("batched", [True, False])
 def test_an_ioi_sweep_over_every_block_and_position_of_gpt2_is_that_of_a_loop_by_hand(batched: bool) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=4, n_head=4, n_positions=32, vocab_size=64, **ends)).eval()
+    model = made("gpt2", n_layer=4, **ENDS)
     tokens = torch.randint(64, (1, 15))
     corrupted = tokens.clone()
     corrupted[0, [1, 9]] = tokens[0, [3, 1]]
@@ -168,7 +165,7 @@ def test_positions_may_be_chosen_and_counted_from_the_end() -> None:
     found = sweep(model, clean, corrupted, margin, sites=NAMES, positions=[3, -1])
     assert found.positions == [3, -1]
     assert (found.values - expected[:, [3, -1]]).abs().max() <= 1e-5
-    with pytest.raises(ValueError, match=r"positions \[5\] are out of range: dim 1 has 5"):
+    with pytest.raises(ValueError, match=r"positions \[5\] are out of range: the dim of tokens has 5"):
         sweep(model, clean, corrupted, margin, sites=NAMES, positions=[0, 5])
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.language_models import ENDS, made
 from tests.oracle import hooks_on
 from torchhook._recording.sweeps import Sweep
 from torchhook._sweep.api import sweep as _sweep
@@ -137,11 +137,8 @@ def test_it_needs_no_block_with_gradients(context: Any) -> None:
 # -- a transformer --------------------------------------------------------------------------------
 
 
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=32, vocab_size=64, initializer_range=0.2, **ends)
-    return GPT2LMHeadModel(config).eval()
+def gpt2() -> Any:
+    return made("gpt2", initializer_range=0.2, **ENDS)
 
 
 def margin(output: Any) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from tests.language_models import ENDS, made
 from torchhook._recording.sweeps import Sweep
 from torchhook._sweep.api import sweep as _sweep
 from torchhook.errors import EditError
@@ -20,32 +20,11 @@ def sweep(*args: Any, **options: Any) -> Sweep:
 
 
 def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        vocab_size=64,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).eval()
+    return made("gpt2", n_layer=2, initializer_range=0.2, **ENDS)
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return made("llama", num_hidden_layers=2, initializer_range=0.2)
 
 
 def prompts() -> tuple[Tensor, Tensor]:

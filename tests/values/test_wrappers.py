@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_upper_left
 
 from tests.values.wrapped import Closed, Halved, Tagged, Wrapped
 from torchhook._capture import run
@@ -79,6 +81,24 @@ def test_what_has_no_numbers_is_not_read(tensor: Tensor) -> None:
     assert plain(tensor) is None
     assert not readable(tensor)
     assert not measurable(tensor)
+
+
+def test_a_causal_bias_has_no_numbers_but_those_that_it_means(tmp_path: Path) -> None:
+    """Its memory is as it was found, and its shape begins with the number of its kind."""
+
+    class Attends(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=causal_upper_left(5, 5))
+
+    bias = causal_upper_left(5, 5)
+    assert plain(bias) is None
+    assert not readable(bias)
+    assert not measurable(bias)
+    site = "(model)/scaled_dot_product_attention:input"
+    _, rec = run(Attends(), torch.ones(1, 2, 5, 4), capture=site)
+    read = load(rec.save(tmp_path / "rec.safetensors"))[site].kwargs["attn_mask"]
+    assert type(read) is Tensor
+    assert torch.equal(read, torch.ones(5, 5, dtype=torch.bool).tril())
 
 
 def test_fakes_and_wrappers_are_known() -> None:

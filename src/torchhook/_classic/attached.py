@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torchhook import _torch, edits, transforms
 from torchhook._core import functional, hooks, taps
-from torchhook._core.heads import heads_at
+from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.scope import Scope, Stop
@@ -26,9 +26,9 @@ from torchhook._recording.address import Site
 from torchhook._torch import compiler
 from torchhook._torch.hooks import Undo, put_after, put_before
 from torchhook._values import tree
+from torchhook._values.heads import UNKNOWN, KnownHeads
 from torchhook.errors import EditError, SessionError
-
-Transform = Callable[[Any], Any]
+from torchhook.transforms import Transform
 
 
 class Wanted(NamedTuple):
@@ -83,7 +83,7 @@ class Attached:
             self._tap(made, target).changes.append(edits.placed(change, target.site, heads_at(index, target)))
         for feature in wanted:
             check = units.checked(feature.target.site) if units else None
-            own = transforms.placed(transform, heads_at(index, feature.target))
+            own = transforms.placed(transform, _told(index, feature.target, transform))
             self._tap(made, feature.target).keep(self._needed, own, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
@@ -131,6 +131,12 @@ class Attached:
 def _inside(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and all that they hold: while one of those runs, an operation is its own."""
     return list({id(inner): inner for module in modules for inner in module.modules()}.values())
+
+
+def _told(index: Index, target: Target, transform: Transform | None) -> Callable[[], KnownHeads]:
+    """What is known of the heads, found before the compiler is at work, which would follow the search."""
+    known = known_heads(index, target) if transforms.asks_where(transform) else UNKNOWN
+    return lambda: known
 
 
 class _StaticTap(taps.Tap):

@@ -22,11 +22,12 @@ from torch import nn
 
 from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
-from torchhook._classic.featured import Featured, Named, Transform
+from torchhook._classic.featured import Featured, Named
 from torchhook._core.index import Index
 from torchhook._layers.api import layers
 from torchhook._torch import compiler
 from torchhook.errors import ArgumentError, SelectorError
+from torchhook.transforms import Transform
 
 
 class FeatureLayers(Featured):
@@ -42,7 +43,8 @@ class FeatureLayers(Featured):
         model: called as it is; values stay on its graph, and are true also where the next layer works in place.
         feature_layer_paths: names of layers, or any address or glob: ``"features.6"``, ``"layer*"``, ``"fc:input"``.
         attach: keep the hooks on the model for as long as this object lives, as compilers need.
-        transform: changes what is returned of each layer, as in ``th.capture``; ``edit`` is as in ``th.edit``.
+        transform: changes what is returned of each layer, as in ``th.capture``.
+        edit: changes values on their way, as ``th.edit`` does.
         caches: ``False`` leaves key-value caches out of the features and the output, and returns plain containers.
     """
 

@@ -26,8 +26,8 @@ from torchhook._recording.address import Calls, parse
 from torchhook._torch import compiler
 from torchhook._values import tree
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
+from torchhook.transforms import Transform
 
-Transform = Callable[[Any], Any]
 Named = list[tuple[str, Any]]
 
 
@@ -194,7 +194,8 @@ class Featured(Facade):
     def _silent(self, path: str, kept: Kept) -> Exception:
         """The error of a layer that never ran, in the words of a session."""
         if compiler.in_trace():
-            return compiler.refused(NeverRanError, f"{path!r} was selected and never ran{_UNSEEN}")
+            why = f"{_UNSEEN}{compiler.hook_guards()}."
+            return compiler.refused(NeverRanError, f"{path!r} was selected and never ran{why}")
         index = Index(self.model)
         targets = {str(target.site): (target.site.shown, target) for target, _ in self._changes(index)}
         targets |= {feature.path: feature for feature in self._targets(index)}
@@ -257,8 +258,7 @@ _COMPILED_BEFORE = (
 _UNSEEN = (
     ". Call the wrapper uncompiled: it says why, or it runs there. Then something in the model breaks the graph, and "
     "the rest runs code that was compiled for another model of its class, without these hooks: compile with "
-    "fullgraph=True, which names the break, or set torch._dynamo.config.skip_nnmodule_hook_guards = False before "
-    "anything is compiled."
+    "fullgraph=True, which names the break"
 )
 
 

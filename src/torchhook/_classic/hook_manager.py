@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from torchhook._classic.model_summary import count_parameters
-from torchhook._core.keep import Keep, Transform
+from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._recording.tables import count
 from torchhook._values import tree
 from torchhook.errors import SelectorError, suggestion
+from torchhook.transforms import Transform
 
 CustomHook = Callable[[nn.Module, Any, Any], Any]
 

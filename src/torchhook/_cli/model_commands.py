@@ -110,7 +110,7 @@ def run(
     saved = None if out is None else recording.save(out)
     if json:
         records = [
-            {"site": str(r.site), "call": r.call, "shape": r.shape, "dtype": r.dtype, "bytes": r.nbytes}
+            {"site": str(r.site), "call": r.call, "shape": r.text, "dtype": r.dtype, "bytes": r.nbytes}
             for r in recording.records()
         ]
         shown = None if isinstance(output, Stopped) else describe(output)
@@ -341,6 +341,3 @@ def _model(
     if not silent:
         models.say_random(name, weights, pretrained)
     return net
-
-
-COMMANDS = (layers, run, report, diff)

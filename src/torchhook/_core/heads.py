@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from torchhook._core.index import Index
 from torchhook._core.select import Target
-from torchhook._recording.address import shown
+from torchhook._recording.address import Site, shown
 from torchhook._values.heads import KnownHeads
 
 # What models call these numbers, on the attention module or in its config.
@@ -34,11 +35,14 @@ _LOW_RANK = {"a", "down"}
 _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate", "fc"}
 
 _INWARD = ("input", "grad_input")
+_PRODUCTS = ("matmul", "bmm")
+_TAKES_HEADS_FIRST = {"q": _PRODUCTS, "v": _PRODUCTS, "k": ("transpose", "swapaxes", "mT")}
+_KEYS_AND_VALUES = ("args.1", "args.2", "kwargs.key", "kwargs.value")
 
 
 def heads_at(index: Index, target: Target) -> Callable[[], KnownHeads]:
-    """Asks for what is known of the heads at a target; most edits and transforms never do."""
-    return lambda: known_heads(index, target)
+    """Asks for what is known of the heads at a target, once; most edits and transforms never do."""
+    return functools.cache(lambda: known_heads(index, target))
 
 
 def known_heads(index: Index, target: Target) -> KnownHeads:
@@ -64,7 +68,22 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     sections = _first([attention], ("split_size",)) if _splits(attention) else None
     sinks = getattr(attention, "sinks", None) is not None
     keys, dims = _keys(sources, queries), _dims(sources, queries)
-    return KnownHeads(where, queries, keys, dims, sections, site.op, sinks, joined, fused, why_not)
+    op = site.op and site.op.partition("(")[0]
+    first, shared = _heads_first(site, op), _is_shared(site, op)
+    return KnownHeads(where, queries, keys, dims, sections, op, sinks, joined, fused, why_not, first, shared)
+
+
+def _heads_first(site: Site, op: str | None) -> bool:
+    """Whether heads come before tokens: what a product takes of queries and values has tokens in the last dim but one.
+
+    Keys are named where they are turned; who permutes all dims may turn them from any order.
+    """
+    return site.port in _INWARD and op in _TAKES_HEADS_FIRST.get(site.kind, ())
+
+
+def _is_shared(site: Site, op: str | None) -> bool:
+    fused = op == "scaled_dot_product_attention" and site.leaf in _KEYS_AND_VALUES
+    return op is not None and (site.kind in ("k", "v") or fused)
 
 
 def _attention(chain: Sequence[tuple[str, nn.Module]], names: Sequence[str]) -> int | None:

@@ -28,8 +28,8 @@ from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
-
-Transform = Callable[[Any], Any]
+from torchhook._values.wrappers import ORDINARY, carrying
+from torchhook.transforms import Transform
 
 MODES = ("copy", "live", "reference", "clone")
 
@@ -208,7 +208,8 @@ class Keep:
             self._to_host.settle()
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        return self._as_it_is(tensor) if self._is_plain else self._converted(tensor)
+        kept = self._as_it_is(tensor) if self._is_plain else self._converted(tensor)
+        return kept if type(tensor) in ORDINARY else carrying(kept, tensor)
 
     # Not a bound method that is chosen once: an object that holds itself waits for the collector, and its values too.
     def _as_it_is(self, tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from torchhook._core.index import glob_pattern, is_glob
+from torchhook._core.index import Index, glob_pattern, is_glob
 from torchhook._recording.address import Site, readings
 from torchhook.errors import SelectorError, suggestion
 
@@ -29,6 +29,11 @@ class Names(Protocol):
     @property
     def times(self) -> Mapping[Site, Collection[int]]:
         """How often the operations run that names stand for, in a call of their modules: as it was when shown."""
+        ...
+
+    @property
+    def eval_only(self) -> Mapping[str, str]:
+        """Names that are right in eval mode alone, each with what does not hold while the model trains."""
         ...
 
 
@@ -67,6 +72,28 @@ def times(model: nn.Module, site: Site) -> Collection[int]:
     """How often the operation that a name stands for may run in a call of its module; nothing, where any number may."""
     names = known(model) if site.role else None
     return () if names is None else names.times.get(Site(site.path, site.op), ())
+
+
+def eval_only(index: Index, site: Site) -> Callable[[], None] | None:
+    """What to ask whenever a value passes a name that is right in eval mode alone; ``None`` for all others."""
+    names = known(index.root) if site.role else None
+    why = None if names is None else names.eval_only.get(site.role.removeprefix("@"))
+    if why is None:
+        return None
+    parts = site.path.split(".") if site.path else []
+    # Those around it too: what is dropped is dropped by the block, behind the module whose output it was.
+    around = [index.find(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    modules = [module for module in around if module is not None]
+
+    def ask() -> None:
+        if any(module.training for module in modules):
+            place = site.place.every_call.shown
+            raise SelectorError(
+                f"{site.role!r} stands for {place!r} in eval mode only, and the model is in training mode: {why} Call "
+                f"model.eval(), or name {place!r} itself."
+            )
+
+    return ask
 
 
 def plain(model: nn.Module) -> list[tuple[str, str]]:

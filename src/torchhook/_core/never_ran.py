@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch.fx
@@ -16,12 +16,13 @@ from torchhook._core.hooks import is_script
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.offload import is_offloaded
-from torchhook._core.scope import Scope
+from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
+from torchhook.edits import StepsToCome
 from torchhook.errors import NeverRanWarning, RecomputeWarning, hint, suggestion, warn
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -187,6 +188,24 @@ def explain(error: BaseException, keeps: Iterable[Keep]) -> None:
     detached = any(keep.mode in ("copy", "clone") for keep in keeps)
     if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
         hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
+
+
+def note_steps(
+    recording: Recording, site: Site, left: Sequence[StepsToCome], error: BaseException | None, scope: Scope
+) -> None:
+    """Note the steps of a generation that edits of a site have waited for in vain."""
+    for which, last in left:
+        if str(site) in recording.missing:  # it was not there at any step
+            return
+        if error is not None and not isinstance(error, Stop):
+            why = f"the block ended early with {type(error).__name__}."
+        elif scope.stopped_at is not None:
+            why = f"stop=True ended the forward pass at {scope.stopped_at!r}."
+        elif last == 0:
+            why = "an edit waits for it, and no token came after the prompt; a pass outside of generate is step 0."
+        else:
+            why = f"an edit waits for it, and the last step was {last}."
+        recording.missing[f"{site}, {which}"] = why
 
 
 def tell_of_edits(sites: list[str]) -> None:

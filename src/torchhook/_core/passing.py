@@ -6,6 +6,7 @@ the hooks, alive for as long as the model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,12 +141,27 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
     return pass_on
 
 
-def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> edits.Edit:
-    """What a user gives as an edit, ready for one target."""
+ToCome = Callable[[], list[edits.StepsToCome]]
+"""Asks an edit which steps it has waited for in vain."""
+
+
+def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> tuple[edits.Edit, ToCome | None]:
+    """What a user gives as an edit, ready for one target; and, where it is for some steps, whom to ask for those."""
     change = edits.adapt(edit)
     if not own_threads and edits.asks_step(change):
         raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
+    asks = edits.asks_step(change)
     change = edits.placed(change, target.site, heads_at(index, target))
+    to_come = functools.partial(_steps_of, change) if asks else None
+    return _of_part(change, target), to_come
+
+
+def _steps_of(edit: edits.Edit) -> list[edits.StepsToCome]:
+    return list(edits.steps_to_come(edit))
+
+
+def _of_part(change: edits.Edit, target: Target) -> edits.Edit:
+    """An edit of the one part of a value that a target means."""
     if not _is_named_input(target.site):
         return edits.at(target.site.leaf, change) if target.site.leaf else change
 

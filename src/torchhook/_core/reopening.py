@@ -6,14 +6,11 @@ the one before may still find the old taps, and must not find the new recording 
 
 from __future__ import annotations
 
-from torch import nn
-
 from torchhook._core import never_ran, steps
 from torchhook._core.hooks import Attachment, is_script
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
-from torchhook._core.steps import Steps
 from torchhook._core.wiring import Taps, opened
 from torchhook._recording.records import Recording
 from torchhook._torch.hooks import Undo, put_after, put_before
@@ -24,9 +21,10 @@ class Reopening:
     """What a session that only records is made of, each time that it opens."""
 
     def __init__(self, taps: Taps, recording: Recording, keep: Keep, index: Index) -> None:
-        # Both are as they were built: they are copied, and never filled.
-        self._taps, self._recording, self._keep, self._index = taps, recording, keep, index
-        self._generators: list[nn.Module] = steps.generators(index.root)
+        self._keep, self._index = keep, index
+        self._taps = taps  # as they were built: they are copied, and nothing passes them
+        self._name, self._other_names = recording.model_name, recording.other_names
+        self._generates = bool(steps.generators(index))
         self._not_called = {str(site): never_ran.NOT_CALLED for site in taps.targets}
         self._told = never_ran.told(self._not_called)
 
@@ -41,7 +39,9 @@ class Reopening:
 
     def made(self, own_threads: bool) -> tuple[Recording, Scope, Taps]:
         """A recording, and what fills it."""
-        recording, scope = self._recording.renewed(), Scope()
+        recording, scope = Recording(self._name), Scope()
+        recording.other_names = self._other_names
+        recording.wait_with(self._keep.wait)
         return recording, scope, self._taps.renewed(scope, scope if own_threads else None, recording)
 
     def attach(self, attachment: Attachment, recording: Recording, taps: Taps, own: Scope | None) -> None:
@@ -54,15 +54,15 @@ class Reopening:
             self._put(undo, taps)
             return
         undo.append(own.leave)
-        if not self._generators:
+        if not self._generates:
             self._put(undo, taps)
             return
-        for module, tap in steps.between(self._generators, taps, Steps(recording, own), recording, attachment):
+        for module, tap in steps.around(taps, recording, own, attachment):
             attachment.attach(tap, module)
 
     @staticmethod
     def _put(undo: Undo, taps: Taps) -> None:
-        put_before(undo, taps.root_module, taps.root)
+        put_before(undo, taps.index.root, taps.root)
         for module, tap in taps.outputs():
             put_after(undo, module, tap)
 

@@ -36,7 +36,8 @@ active: contextvars.ContextVar[frozenset[Scope]] = contextvars.ContextVar("torch
 
 
 UNSEEN = Scope()
-"""Among the scopes of a context in which sessions that were open before see nothing, and count nothing as missed."""
+"""Among the scopes of a context in which sessions that were open before see nothing, and count nothing as missed; also
+those that take calls from everywhere."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.reopening import Reopening
-from torchhook._core.scope import Scope, Stop, Stopped
+from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
 from torchhook._core.shown import Shown
@@ -74,6 +74,7 @@ class Session(Shown):
         self.scope: Scope = scope
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
+        self._to_come: list[tuple[Site, passing.ToCome]] = []
         self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps = Taps(self.index, scope, scope if self._own_threads_only else None)
@@ -101,7 +102,9 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change = passing.placed(edit, target, self.index, self._own_threads_only)
+        change, to_come = passing.placed(edit, target, self.index, self._own_threads_only)
+        if to_come is not None:
+            self._to_come.append((site, to_come))
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
@@ -217,26 +220,25 @@ class Session(Shown):
         try:
             if may_be_compiled:
                 hooks.eager_stance.hold_for(attachment, own)
-            if reopening is None:
-                self._attach(attachment)
-            else:
-                reopening.attach(attachment, self.recording, self._taps, own)
+            attach = self._attach if reopening is None else reopening.attach
+            attach(attachment, self.recording, self._taps, own)
             self._depths = functional.depths()
             if own is not None:
                 own.enter()
+            elif UNSEEN in active.get():
+                for _, tap in self._taps:
+                    tap.made_unseen = True
         except BaseException:
             attachment.remove()
             self._closed = True
             raise
         return self
 
-    def _attach(self, attachment: Attachment) -> None:
-        taps, scope = self._taps, self.scope
+    def _attach(self, attachment: Attachment, recording: Recording, taps: Taps, own: Scope | None) -> None:
         taps.complete()
-        attachment.defer(*[keep.release for keep in self._keeps])
+        attachment.defer(*[keep.release for keep in self._keeps], taps.let_go, self.scope.leave)
         for keep in self._keeps:
             keep.owned_by(self.index.owned, self.index.plain_ids)
-        attachment.defer(taps.let_go, scope.leave)
         wiring.opened[id(taps)] = taps
         if self.gathers is not None:
             attachment.defer(self.gathers.close)
@@ -246,7 +248,7 @@ class Session(Shown):
             taps.listener.opened()
             for module, boundary in taps.listener.boundaries(self.index):
                 attachment.attach(boundary, module)
-        counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
+        counted = taps if own is None else steps.around(taps, recording, own, attachment)
         for module, tap in (*counted, *taps.leaving):
             attachment.attach(tap, module)
         if taps.parameters:
@@ -358,9 +360,10 @@ class Session(Shown):
             if known is not None and known.note_idle(self.recording, self._taps, self._warn):
                 return
             self._report(error)
+        for site, to_come in self._to_come if self.reports else ():
+            never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
-            if known is None:
-                never_ran.tell_of_edits(self._taps.edits_to_come())
+            never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)
 
     def _report(self, error: BaseException | None) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
+from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
@@ -26,29 +27,54 @@ from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
 
 _CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
+_KEPT = ("logits_to_keep", "num_logits_to_keep")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
-_DEEPEST = 2  # PEFT holds a model that generates two levels below its own
-_WIDEST = 8  # who wraps a model has few modules of its own: below more of them are layers
-_MANY = 64  # and so many are layers themselves: a model of thousands is not looked through at each opening
+_known: WeakKeyDictionary[Index, list[nn.Module]] = WeakKeyDictionary()
+"""By the names of a model: a session that opens again looks for nothing."""
 
 
-def generators(root: nn.Module) -> list[nn.Module]:
-    """The modules of a model that are called again and again while something is generated: mostly the model itself."""
-    kind: Any = type(root)
-    found = [root] if _generates(kind) or _takes_cache(kind) else []
-    level = [root]
-    for _ in range(_DEEPEST):
-        below: list[nn.Module | None] = []
-        for module in level:
-            if 0 < len(module._modules) <= _MANY:
-                below += module._modules.values()
-        level = [module for module in below if module is not None]
-        kinds: list[Any] = [type(module) for module in level]
-        found += [module for module, kind in zip(level, kinds, strict=True) if _generates(kind)]
-        if len(level) > _WIDEST:
-            break
+_kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
+
+
+def generators(index: Index) -> list[nn.Module]:
+    """The modules of a model that are called again and again while something is generated: mostly the model itself.
+
+    Whatever has a ``generate``, however deep it lies; and the one that takes tokens and a cache, which a loop of
+    somebody's own may call.
+    """
+    found = _known.get(index)
+    if found is None:
+        outer = _walked([index.root], _takes_cache)
+        whole = [module for module in outer.values() if _takes_cache(_kind(module))]
+        # What such a model holds is called by it, unless it generates by itself.
+        every = outer | _walked([child for module in whole for child in _children(module)])
+        # Of several, none of which generates, nobody can tell whose calls are the steps.
+        alone = id(whole[0]) if len(whole) == 1 else None
+        found = [module for key, module in every.items() if key == alone or _generates(_kind(module))]
+        _known[index] = found
     return found
+
+
+def _walked(waiting: list[nn.Module], ends: Callable[[Any], bool] = lambda kind: False) -> dict[int, nn.Module]:
+    """Modules and those below them that may matter, by id; but none below those whose class ``ends`` names."""
+    found: dict[int, nn.Module] = {}
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            if not ends(_kind(module)):
+                waiting += _children(module)
+    return found
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Those that hold others, or generate: most of a model are leaves that do neither, and they take the time."""
+    own = module._modules.values()
+    return [c for c in own if c is not None and (c._modules or (type(c) not in _TORCH and _generates(_kind(c))))]
+
+
+_TORCH = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
 
 
 # By class, and remembered: this is asked whenever a session opens.
@@ -117,25 +143,13 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        tokens = cache = None
-        for name in _TOKENS:
-            if name in kwargs and _holds_tokens(kwargs[name]):
-                tokens = kwargs[name]
-                break
-        if tokens is None and args and _holds_tokens(args[0]):
-            tokens = args[0]
-        for name in _CACHES:
-            if name in kwargs and kwargs[name] is not None:
-                cache = kwargs[name]
-                break
+        named = [kwargs[name] for name in _TOKENS if name in kwargs]
+        tokens = next((one for one in (*named, *args[:1]) if isinstance(one, Tensor) and one.dim() > 1), None)
+        cache = next((kwargs[name] for name in _CACHES if name in kwargs and kwargs[name] is not None), None)
         where = kwargs.get("cache_position")
         # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
         position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
         return cls(None if tokens is None else tokens.shape[1], cache, position)
-
-
-def _holds_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 1
 
 
 def length(cache: Any) -> Any:
@@ -209,6 +223,7 @@ class Steps:
         given, here = Given.of(args, kwargs), place(module)
         self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
+        now.kept = next((kept for name in _KEPT if type(kept := kwargs.get(name)) is int and kept > 0), None)
         if here is None:
             self._by_cache(now, given)
         else:
@@ -234,9 +249,7 @@ class Steps:
             trail = self._trail
             cache = trail.alive
             if cache is None:  # the first call of a loop makes the cache that the next one is given
-                for name in _CACHES:
-                    if (cache := getattr(output, name, None)) is not None:
-                        break
+                cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
                 trail.cache = _weak(cache)
             held = length(cache)
             trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
@@ -372,17 +385,13 @@ Attached = tuple[nn.Module, Attachable]
 
 def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
-    modules = generators(taps.root_module)
     # Who only looks, as a guard does, asks for no steps.
-    if not modules or not (recording.is_open or any(tap.edits for tap in taps.all())):
+    if not (recording.is_open or any(tap.edits for tap in taps.all())):
         return taps
-    return between(modules, taps, Steps(recording, scope), recording, attachment)
-
-
-def between(
-    modules: list[nn.Module], taps: Taps, steps: Steps, recording: Recording, attachment: Attachment
-) -> Iterable[Attached]:
-    """Taps, and around them those of the modules whose calls are the steps."""
+    modules = generators(taps.index)
+    if not modules:
+        return taps
+    steps = Steps(recording, scope)
     attachment.defer(steps.close)
     recording.wait_with(steps.settle)
     begin, end = _Enter(steps), _Leave(steps)

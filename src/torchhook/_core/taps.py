@@ -72,12 +72,14 @@ class Tap:
     ran = 0
     elsewhere = 0
     recomputed = 0
+    made_unseen = False
+    """Whether one that takes calls from everywhere was put there by what is seen by nobody else."""
     _segments: Segments | None = None
 
     def __init__(self, label: str, scope: Scope | None = None) -> None:
         self.label = label
         self.scope = scope
-        """Calls from outside this scope are only counted; ``None`` takes calls from everywhere."""
+        """Calls from outside this scope are only counted; ``None`` takes calls from everywhere that is seen at all."""
         self.calls = count()
         self.made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
 
@@ -119,7 +121,7 @@ class Tap:
     def is_foreign(self) -> bool:
         """Whether this call was made in a context that the tap does not belong to."""
         if self.scope is None:
-            return False
+            return not self.made_unseen and UNSEEN in active.get()
         if self.scope.runs_eagerly and in_trace():  # the compiler was at work when another thread opened the session
             return True
         if self.scope in active.get():
@@ -188,11 +190,7 @@ class OutputTap(Tap):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         scope = self.scope
-        if (
-            scope is not None
-            and ((scope.runs_eagerly and in_trace()) or scope not in active.get())
-            and self.is_foreign()
-        ):
+        if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         if not self._edits and not listening and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
@@ -287,11 +285,7 @@ class InputTap(Tap):
         if kwargs is None:  # removed by a hook that ran just before
             return None
         scope = self.scope
-        if (
-            scope is not None
-            and ((scope.runs_eagerly and in_trace()) or scope not in active.get())
-            and self.is_foreign()
-        ):
+        if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
         if not self.edits and not listening and not repeated and graph_task() == -1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -18,7 +18,7 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, LeaveTap, OutputTap, RecordTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table
@@ -54,7 +54,7 @@ class Taps:
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
         self.targets: dict[Site, tuple[Target, Tap]] = {}
         """Where each site that was asked for is seen."""
-        self._index = index
+        self.index = index
         self._scope = scope
         self._seen_from = seen_from
         # The module and its tap by the module's id.
@@ -64,7 +64,6 @@ class Taps:
         self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
-        self.root_module = index.root
 
     @functools.cached_property
     def handles(self) -> TensorHandles:
@@ -168,11 +167,13 @@ class Taps:
 
     def renewed(self, scope: Scope, seen_from: Scope | None, recording: Recording) -> Taps:
         """The same, where they ``only_record``, for a new recording."""
-        taps = Taps(self._index, scope, seen_from)
+        taps = Taps(self.index, scope, seen_from)
         taps.root.looks, task = self.root.looks, taps.root.made_in
         targets, outputs, order = taps.targets, taps._outputs, recording.order
         for site, (target, tap) in self.targets.items():
-            new = RecordTap(tap.label, seen_from, tap.keep, recording.opened(site), order, task)  # type: ignore[attr-defined]
+            assert isinstance(tap, RecordTap)
+            rows = recording.opened(site, getattr(tap.rows, "maxlen", None))
+            new = RecordTap(tap.label, seen_from, tap.keep, rows, order, task)
             outputs[id(target.module)] = (target.module, new)
             targets[site] = (target, new)
         taps._is_complete = True
@@ -192,9 +193,9 @@ class Taps:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
         if keep.transform is None:
             return None
-        padding = CallPadding(parameter_names(self._index.root))
+        padding = CallPadding(parameter_names(self.index.root))
         self.root.add_look(lambda value, call: padding.begin(value), first=True)
-        self.leaving = [*self.leaving, (self._index.root, _AfterAll(padding.end))]
+        self.leaving = [*self.leaving, (self.index.root, _AfterAll(padding.end))]
         return padding
 
     def custom(self, target: Target, tap: CustomTap) -> None:
@@ -204,13 +205,18 @@ class Taps:
 
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
-        self._inputs.pop(id(self._index.root), None)
+        self._inputs.pop(id(self.index.root), None)
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
-        if self._gradients and not self._is_complete:
-            root = self._output_tap(self._index.root, "")
+        if self._is_complete:
+            return
+        if self._gradients:
+            root = self._output_tap(self.index.root, "")
             root.add_alias(self.aliases.settle_after)
+        for site, (_, tap) in self.targets.items():
+            if site.role and (ask := naming.eval_only(self.index, site)) is not None:
+                tap.add_look(_asking(ask), first=True)
         self._is_complete = True
 
     def forget(self) -> None:
@@ -243,7 +249,7 @@ class Taps:
         if self.listener is None:
             self.listen(SiteListener(self._scope))
         assert isinstance(self.listener, SiteListener)
-        return self.listener.tap(target.module, target.site, inward, naming.times(self.root_module, target.site))
+        return self.listener.tap(target.module, target.site, inward, naming.times(self.index.root, target.site))
 
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:
@@ -305,6 +311,10 @@ class Taps:
         if known is None:
             known = self._outputs[id(module)] = (module, OutputTap(path, self._seen_from))
         return known[1]
+
+
+def _asking(ask: Callable[[], None]) -> Look:
+    return lambda value, call: ask()
 
 
 def _pass_tensor(tap: Tap, target: Target) -> None:

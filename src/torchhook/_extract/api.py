@@ -53,6 +53,7 @@ def extract(
     ids: Part = None,
     labels: Part = None,
     lengths: Part = None,
+    drop_special: Drop = False,
     input_fn: Callable[[Any], Any] | None = None,
     engine: str = "local",
     workers: int | None = None,
@@ -102,7 +103,11 @@ def extract(
         lengths: What is padding, and cuts ``(N, T, ...)`` values to rows of their own length: a key or position in the
             batch, or a function of it, that gives lengths ``(N,)`` or a mask ``(N, T)``, or one number for every row.
             By default rows stay whole, and transforms leave out what the model's own attention mask says;
-            with ``False`` nothing is taken for padding.
+            with ``False`` nothing is taken for padding. Where heads come before tokens, ``(N, heads, T, D)`` becomes
+            rows ``(T, heads, D)``.
+        drop_special: Special tokens to leave out, by their ids (``tokenizer.all_special_ids``); ``True`` for those that
+            the model's configuration names. ``(N, T, ...)`` values are then cut to rows of the tokens that are left,
+            without padding, as ``stream`` takes them; positions are counted among these.
         input_fn: From a batch to what the model is called with: a tuple is the positional arguments, a dict the keyword
             arguments, anything else the one argument. By default the usual structures are understood.
         engine: ``"local"``, ``"torchrun"`` (each rank calls this), or ``"ray"``.
@@ -134,6 +139,7 @@ def extract(
         ids=ids,
         labels=labels,
         lengths=lengths,
+        drop_special=drop_special,
         input_fn=input_fn,
         engine=engine,
         workers=workers,

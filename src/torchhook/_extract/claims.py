@@ -133,9 +133,12 @@ class Claims:
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             # Under the lock: a claim that was given back must not be written again.
-            with self._lock, contextlib.suppress(Exception):
+            with self._lock:
                 for name in self._mine.values():
-                    self._storage.replace(name, self._text())
+                    text = self._text()
+                    # Every kind of store has errors of its own; the next beat may come through.
+                    with contextlib.suppress(Exception):
+                        self._storage.replace(name, text)
 
 
 def _is_process(pid: int) -> bool:

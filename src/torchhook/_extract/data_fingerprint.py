@@ -210,9 +210,10 @@ def _rows(source: Any) -> dict[str, Any]:
 
 
 def _row(source: Any, row: int) -> str | None:
+    index = int(source.order[row])
     try:
-        value = source.dataset[int(source.order[row])]
-    except Exception:
-        return None  # raised again, or skipped, when the rows are run
+        value = source.dataset[index]
+    except Exception:  # the user's own data set: it is raised again, or skipped, when the rows are run
+        return None
     # A tensor and a data set of one tensor are the same rows.
     return fingerprint.of_batch(value[0] if type(value) is tuple and len(value) == 1 else value)

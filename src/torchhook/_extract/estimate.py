@@ -96,7 +96,7 @@ def _loading(function: Callable[[], T]) -> tuple[T, float]:
 
 def _quietly(forward: Forward, batch: Batch, device: torch.device) -> None:
     """Run a batch for its time alone: what is wrong with it is told with its rows, when the run comes to it."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # the user's own model
         forward(batch.value, device, lambda site, value: None)
 
 
@@ -124,7 +124,7 @@ def _first(
             last = error
         # One row tells the columns as well as all of them; the batch itself is left to the run.
         for one in batch.singles():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the user's own model, whose error on the batch is the one to tell
                 if one.value is not None:
                     found = _measured(forward, one, extras, device, dtype)
                     return dataclasses.replace(

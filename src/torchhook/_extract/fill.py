@@ -12,9 +12,9 @@ from torch import Tensor
 from torchhook._extract import inputs
 from torchhook._extract.forward import parts
 from torchhook._extract.padding import Said
+from torchhook._extract.row_numbers import check_number_of_rows
 from torchhook._extract.slabs import Ragged, Slab
 from torchhook._features.api import IDS, LABELS, ColumnSpec, shown
-from torchhook._recording.tables import counted
 from torchhook._recording.tensor_file import DTYPES
 from torchhook._values import tree
 from torchhook._values.elements import in_range
@@ -86,8 +86,8 @@ class Extras:
             return None
         try:
             chosen = _plain(IDS, _chosen(self.ids, batch, row, [0], "ids"), 1)[0]
-        except Exception:
-            return None  # what is wrong with a row may be just its id
+        except Exception:  # the user's own function or table: what is wrong with a row may be just its id
+            return None
         return _text(chosen) if isinstance(chosen, str) else chosen
 
     def padding(self, batch: Any, start: int, good: Sequence[int]) -> Said:
@@ -232,18 +232,6 @@ def _holds(stored: torch.dtype, found: torch.dtype) -> bool:
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
-def check_number_of_rows(name: str, value: Tensor | Rows, rows: int, where: str = "") -> None:
-    """Refuse a value that has not one entry for each row."""
-    if isinstance(value, Tensor) and not value.dim():
-        raise ExtractError(
-            f"{shown(name)!r} is a single number for a batch of {rows} rows, as a loss is. {where} Choose another "
-            "site, or of several values those that have rows, with transforms.pick."
-        )
-    if len(value) != rows:
-        raise ExtractError(f"{shown(name)!r}: {counted(len(value), 'row')} for a batch of {rows}. {where} {_ROWS_HINT}")
-
-
-_ROWS_HINT = "Dim 0 must be the rows; a transform can choose or reorder what is kept."
 _RAGGED_HINT = (
     "For rows of different lengths say lengths= (a field of the batch, or a function of it: lengths or a mask), "
     "or let the transform return transforms.Rows; else reduce them to one shape, as transforms.pool does."

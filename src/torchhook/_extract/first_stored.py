@@ -107,7 +107,8 @@ def _again(task: Task, shard: int, device: torch.device, anew: bool = False) -> 
     try:
         return _filled(task, shard, batch, values, device)
     except Exception:
-        if task.skip:  # rows that cannot be run are what was asked to be skipped
+        # The user's own model: rows that it cannot run are what was asked to be skipped, and the run says which.
+        if task.skip:
             return None
         raise
 

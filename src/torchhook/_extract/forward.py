@@ -17,17 +17,18 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._extract import inputs
 from torchhook._extract.padding import PaddingOf, Said, Trial
+from torchhook._extract.token_choice import TokenChoice, token_ids, tokens_first
 from torchhook._features.api import shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
+from torchhook._values.heads import Where
 from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
-from torchhook.transforms import Rows
+from torchhook.transforms import Rows, Transform
 
 Put = Callable[[str, Any], None]
 """Takes the address of a site and what is kept of its value."""
-Transform: TypeAlias = Callable[[Any], Any]
 Transforms: TypeAlias = "Transform | Mapping[Any, Transform | None] | None"
 """One for all sites, or one for those that each selector of a mapping means."""
 
@@ -44,10 +45,13 @@ class Forward:
         input_fn: Callable[[Any], Any] | None = None,
         autocast: torch.dtype | bool | None = None,
         cuts: bool = False,
+        special: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.input_fn, self.autocast = model, input_fn, autocast
         self.cuts = cuts
         """Whether who takes the values leaves padding out himself: what is known of it is then known there, too."""
+        self.special = special
+        """Tokens to leave out: values come as rows of those that are left."""
         self.index = Index(model)
         self.targets = resolve(self.index, sites)
         self.sites = [str(target.site) for target in self.targets]
@@ -57,6 +61,7 @@ class Forward:
                 raise ExtractError(f"{target.site.shown!r} is {kind}: only what the forward pass makes has rows.")
         self.transforms = _by_site(transform, self.index, self.targets)
         self.padding = PaddingOf(model, self.targets)
+        self._look_around()
         self.transform: Transform | dict[str, Transform] | None
         """What was asked for, by the names of sites where it is not the same for all: what a store remembers."""
         if isinstance(transform, Mapping):
@@ -64,14 +69,26 @@ class Forward:
         else:
             self.transform = transform
 
+    def _look_around(self) -> None:
+        """Ask once for all batches, where anybody does."""
+        around = {str(target.site): heads_at(self.index, target) for target in self.targets}
+        self.checked: set[str] = set()
+        """Sites whose repeated heads were seen to be alike."""
+        self.placed = {site: transforms.placed(self.transforms[site], where) for site, where in around.items()}
+        self.heads: dict[str, Where] = {
+            site: transforms.heads_after(self.transforms[site], where) for site, where in around.items()
+        }
+        """What is known of the heads in what comes out of the transforms, by site."""
+
     def __getstate__(self) -> dict[str, Any]:
         # An index knows modules by id, which says nothing in another process.
-        return {**self.__dict__, "index": None, "targets": [t.site for t in self.targets]}
+        return {**self.__dict__, "index": None, "targets": [t.site for t in self.targets], "placed": {}, "heads": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.index = Index(self.model)
         self.targets = resolve(self.index, state["targets"])
+        self._look_around()
 
     def __call__(
         self, batch: Any, device: torch.device, put: Put, stop: bool = True, said: Said = None, see: Put | None = None
@@ -102,12 +119,20 @@ class Forward:
         known = self.padding(given, batch, said, wanted=self.cuts or any(self.transforms.values()))
         call = inputs.move(given, device)
         whole = self.cuts or bool(said)
+        put = self._with_tokens_first(put) if said else put
         # One padded batch tells as much as all of them.
-        trial = Trial(call, known, whole, self._in_halves()) if known and not self.padding.tried else None
-        self._run(call, device, put if trial is None else trial.keep(put), known, stop, see)
+        trial = None
+        if known and not self.padding.tried:
+            own = self.padding(given, batch, None, wanted=False) if said else known
+            trial = Trial(call, known, own, self.heads, whole, self._in_halves())
+        inner = put if trial is None else trial.keep(put)
+        # By the ids on the host, too.
+        self._run(call, device, self._without_special(given, inner), known, stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
-            self.padding.tried = trial.run(lambda one, look: self._run(one, device, look, {}, stop=True))
+            self.padding.tried = trial.run(
+                lambda one, look: self._run(one, device, self._without_special(one, look), {}, stop=True)
+            )
 
     def _run(
         self,
@@ -124,8 +149,7 @@ class Forward:
             site = str(target.site)
             if see is not None:
                 session.look(target, _shown_to(see, site))
-            transform = transforms.placed(self.transforms[site], heads_at(self.index, target))
-            session.look(target, _hand_on(site, transform, known.get(site), put))
+            session.look(target, _hand_on(site, self.placed[site], known.get(site), put))
         if stop:
             session.stop_when_seen(self.targets)
         # Not inference_mode: what a model keeps for itself, a cache of positions, could not be trained with later.
@@ -133,6 +157,30 @@ class Forward:
             self.model(*call.args, **call.kwargs)
         for site, why in session.recording.missing.items():
             raise ExtractError(f"{shown(site)!r} did not run: {why}")
+
+    def _with_tokens_first(self, put: Put) -> Put:
+        """``put``, given values of which rows can be cut: dim 1 are the tokens, also where heads come first."""
+
+        def move(site: str, value: Any) -> None:
+            known = self.heads[site]
+            put(site, tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value))
+
+        return move
+
+    def _without_special(self, call: Inputs, put: Put) -> Put:
+        """``put``, given the tokens of each row that are neither padding nor special, where those are left out."""
+        if not self.special:
+            return put
+        rows = next((len(ids) for ids in token_ids(call).values()), None)
+        if rows is None:
+            raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
+        choice = TokenChoice(call, rows, 0, self.special, None, False, self.checked, self.padding.paths)
+
+        def cut(site: str, value: Any) -> None:
+            found = {name: choice.by_row(name, part, self.heads[site]) for name, part in parts(site, value)}
+            put(site, found[site] if list(found) == [site] else Columns(found))
+
+        return cut
 
     def _in_halves(self) -> bool:
         """Whether numbers are rounded so much that those of two batches may differ."""
@@ -220,9 +268,15 @@ def _meant(key: Any, index: Index, targets: list[Target]) -> list[Site]:
 # -- what a value is made of ---------------------------------------------------------------------
 
 
+class Columns(dict[str, Any]):
+    """The columns of a value by their names, where somebody has made them already."""
+
+
 def parts(site: str, value: Any) -> Iterator[tuple[str, Tensor | Rows]]:
     """The columns of a value: the site itself for a tensor, ``site[leaf]`` for each tensor inside another value."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Columns):
+        yield from value.items()
+    elif isinstance(value, Tensor):
         yield site, Rows(value.unbind()) if value.is_nested else value
     elif isinstance(value, Rows):
         yield site, value

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from torchhook._extract.fingerprint import ADDRESS
 from torchhook._recording.tables import Table, counted
 from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
 from torchhook.errors import DataWarning, ExtractError, require, warn
@@ -151,9 +152,6 @@ class ImageFolder(Dataset[Any]):
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std
 
-
-# Where an object lies, in its repr: another place in each process.
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 # Our names of timm's settings.
 _SETTINGS = {"mean": "mean", "std": "std", "crop": "crop_pct", "interpolation": "interpolation"}

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from torchhook._extract import fingerprint
 from torchhook._extract.inputs import fields_of, rows_in
+from torchhook._recording.tables import counted
 from torchhook._values import tree
 from torchhook.errors import ExtractError
 
@@ -33,8 +34,8 @@ def holds_batches(items: Sequence[Any]) -> bool:
     if even and any(one != shapes[0] for one in shapes):
         return True  # rows of different shapes could not be put together
     raise ExtractError(
-        f"data is a list of {len(items)} items, the first of them {tree.describe(items[0])}: these may be rows or "
-        "batches. For rows say batch_size=; for batches pass iter(data)."
+        f"data is a list of {counted(len(items), 'item')}, the first of them {tree.describe(items[0])}: these may be "
+        "rows or batches. For rows say batch_size=; for batches pass iter(data)."
     )
 
 

@@ -30,6 +30,7 @@ from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
 from torchhook._extract.task import Task
+from torchhook._extract.token_choice import Drop, special_ids, without
 from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
 from torchhook.errors import DataWarning, ExtractError, require, warn
@@ -52,6 +53,7 @@ class Request:
     ids: Part
     labels: Part
     lengths: Part
+    drop_special: Drop
     input_fn: Callable[[Any], Any] | None
     engine: str
     workers: int | None
@@ -150,13 +152,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     ``None`` for a rank that comes to a run of which the others have done everything. ``stack`` ends with the call.
     """
     store = Store(request.out)
-    forward = Forward(
-        request.model,
-        request.sites,
-        transform=request.transform,
-        input_fn=request.input_fn,
-        autocast=request.autocast,
-    )
+    forward = _forward(request)
     before, turns = _before(request, store, stack)
     at = _first_row(request, before) if turns is None else turns.first_row()
     if at is None:
@@ -200,6 +196,20 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     freed = sum(found.sizes.values()) if request.replaces else 0
     held = None if request.replaces else found
     return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
+
+
+def _forward(request: Request) -> Forward:
+    special = special_ids(request.model, request.drop_special)
+    return Forward(
+        request.model,
+        request.sites,
+        transform=request.transform,
+        input_fn=request.input_fn,
+        autocast=request.autocast,
+        # Who leaves special tokens out leaves padding out, too.
+        cuts=bool(special) and request.lengths is not False,
+        special=special,
+    )
 
 
 def _check_dry_run(
@@ -293,7 +303,8 @@ def _manifest(
         model=model,
         transform=of_function(forward.transform, values=False),
         input_fn=of_function(request.input_fn, values=False),
-        lengths="one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False),
+        lengths=("one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False))
+        + without(forward.special),
         dtype=None if request.dtype is None else str(request.dtype).removeprefix("torch."),
         autocast=None if not request.autocast else str(request.autocast).removeprefix("torch."),
         source=source.kind,

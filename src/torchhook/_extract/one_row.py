@@ -51,7 +51,7 @@ def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.de
         forward(one.value, device, look, said=said)
     except (ExtractError, TransformError):
         raise
-    except Exception as error:
+    except Exception as error:  # the user's own model, for which one row may be too few
         warn(
             f"a dim of the values is as long as the batch of {len(batch.good)} rows, and one row alone, which would "
             f"tell them apart, cannot be run ({type(error).__name__}: {error}). Check the rows, or choose another "

@@ -15,9 +15,11 @@ from torchhook._extract.inputs import fields_of, mask_beside
 from torchhook._features.api import shown
 from torchhook._values import tree
 from torchhook._values.call_masks import look_padded, masks_in
+from torchhook._values.heads import NoPart, Where, token_dim
 from torchhook._values.padding import Asked, Lengths, Masks
 from torchhook._values.tree import Inputs
 from torchhook.errors import PaddingWarning, warn
+from torchhook.transforms import Rows
 
 Said: TypeAlias = "Masks | Lengths | Literal[False] | None"
 """What ``lengths=`` says of a batch: ``None`` if it was left out, ``False`` if nothing is to be taken for padding."""
@@ -78,12 +80,29 @@ def _pad_ids(model: nn.Module) -> tuple[set[int], set[int]]:
 
 
 class Trial:
-    """One row of a padded batch is run again, alone and unpadded: its features should be the same."""
+    """One row of a padded batch is run again, alone and unpadded: its features should be the same.
 
-    def __init__(self, call: Inputs, known: Mapping[str, Asked], whole: bool, halves: bool) -> None:
-        self.call, self.known, self.whole, self.halves = call, known, whole, halves
+    ``known`` says what is left out of the features, ``own`` what the model itself is told of padding.
+    """
+
+    def __init__(
+        self,
+        call: Inputs,
+        known: Mapping[str, Asked],
+        own: Mapping[str, Asked],
+        heads: Mapping[str, Where],
+        whole: bool,
+        halves: bool,
+    ) -> None:
+        self.call, self.known, self.heads, self.whole, self.halves = call, known, heads, whole, halves
         self.values: dict[str, list[Tensor]] = {}
-        self.mask = _padded_mask(known, call)
+        self.kept = _mask(known, call)
+        # Who leaves special tokens out by a mask says nothing of padding: the row needs them, alone as well.
+        self.mask = self.kept if own is known else _mask(own, call)
+        if self.mask is None:  # or the model is told of none, where there is some
+            self.mask = _if_padding(known, self.kept)
+        if self.mask is not None and (self.kept is None or bool((self.kept & ~self.mask).any())):
+            self.mask = None
         self.row = 0 if self.mask is None else _row_to_try(self.mask)
 
     def keep(self, put: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
@@ -92,7 +111,8 @@ class Trial:
         def both(site: str, value: Any) -> None:
             # Who did not ask for the padding wants it in, as masked=False says.
             if self.mask is not None and site in self.known and (self.whole or self.known[site].asked):
-                self.values[site] = _tensors(value, len(self.mask), self.mask, self.row)
+                assert self.kept is not None
+                self.values[site] = _tensors(value, len(self.mask), self.kept[self.row], self.row, self.heads[site])
             put(site, value)
 
         return both
@@ -102,9 +122,11 @@ class Trial:
         if self.mask is None or not self.values:
             return False
         alone: dict[str, list[Tensor]] = {}
+        assert self.kept is not None
+        left = self.kept[self.row][self.mask[self.row]]
 
         def put(site: str, value: Any) -> None:
-            alone[site] = _tensors(value, 1, None, 0)
+            alone[site] = _tensors(value, 1, left, 0, self.heads[site])
 
         restore = calling.random_numbers()
         # A model that cannot run one row alone is not wrong for that: then there is nothing to compare.
@@ -135,8 +157,18 @@ def _row_to_try(mask: Tensor) -> int:
     return int(counts.masked_fill(counts < 2, mask.shape[1]).argmin())
 
 
-def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
-    """The one mask of all sites, if it marks padding and fits what the model is called with."""
+def _if_padding(known: Mapping[str, Asked], mask: Tensor | None) -> Tensor | None:
+    """A mask that somebody has given, if it can only mean padding: one side of the rows, and not of all of them."""
+    if mask is None or all(isinstance(asked.known, Lengths) for asked in known.values()):
+        return mask
+    counts, places = mask.sum(1, keepdim=True), torch.arange(mask.shape[1])
+    left, right = places < counts, places >= mask.shape[1] - counts
+    one_side = torch.equal(mask, left) or torch.equal(mask, right)
+    return mask if one_side and bool(mask.all(1).any()) else None
+
+
+def _mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
+    """The one mask of all sites, if it marks any position and fits what the model is called with."""
     kinds = {id(asked.known): asked.known for asked in known.values()}
     masks = [mask for kind in kinds.values() if isinstance(kind, Masks) for _, mask in kind.masks]
     if any(not torch.equal(masks[0], mask) for mask in masks[1:]):
@@ -154,16 +186,28 @@ def _padded_mask(known: Mapping[str, Asked], call: Inputs) -> Tensor | None:
     return None
 
 
-def _tensors(value: Any, rows: int, mask: Tensor | None, row: int) -> list[Tensor]:
-    """The features of a row, without its padding; empty where there are more or fewer rows, which is told elsewhere."""
+def _tensors(value: Any, rows: int, kept: Tensor, row: int, heads: Where) -> list[Tensor]:
+    """The features of a row, without what is left out; empty where rows are more or fewer, which is told elsewhere."""
+    columns = value.values() if isinstance(value, dict) else [value]
+    if any(isinstance(column, Rows) for column in columns):  # cut already
+        return [column[row].detach().clone() for column in columns if isinstance(column, Rows) and len(column) == rows]
     found = []
     for tensor in tree.tensors(value):
         if tensor.dim() and not tensor.is_nested and len(tensor) == rows and tensor.is_floating_point():
-            one = tensor[row]
-            if mask is not None and tensor.dim() > 2 and tensor.shape[1] == mask.shape[1]:
-                one = one.index_select(0, mask[row].nonzero().squeeze(1).to(tensor.device))
+            one, time = tensor[row], _time(tensor, heads)
+            if time is not None and tensor.shape[time] == len(kept):
+                one = one.index_select(time - 1, kept.nonzero().squeeze(1).to(tensor.device))
             found.append(one.detach().clone())
     return found
+
+
+def _time(tensor: Tensor, heads: Where) -> int | None:
+    if tensor.dim() < 3:
+        return None
+    try:
+        return 1 if tensor.dim() == 3 else token_dim(tensor.shape, heads(), otherwise=1)
+    except NoPart:  # then shapes differ, and nothing is compared
+        return None
 
 
 def _one_row(call: Inputs, mask: Tensor, row: int) -> Inputs:

@@ -116,8 +116,19 @@ class Passes:
     ) -> None:
         call = self._forward.call_of(batch.value)
         said = self.extras.padding(batch.value, batch.start, batch.good)
-        choice = TokenChoice(call, batch.span, batch.start, self.special, self.channel, self.maps)
+        forward = self._forward
+        choice = TokenChoice(
+            call,
+            batch.span,
+            batch.start,
+            self.special,
+            self.channel,
+            self.maps,
+            forward.checked,
+            forward.padding.paths,
+        )
         calls: Counter[str] = Counter()
+        heads = self._forward.heads
 
         def put(site: str, value: Any) -> None:
             calls[site] += 1
@@ -130,7 +141,7 @@ class Passes:
             if not columns:
                 raise ExtractError(f"{shown(site)!r} gives {type(value).__name__}, which has no tensor in it.")
             for name, part in columns:
-                take(name, choice(name, part))
+                take(name, choice(name, part, heads[site]))
 
         self._forward.run(call, batch.value, device, put, stop, said, see)
 

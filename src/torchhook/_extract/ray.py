@@ -64,7 +64,7 @@ def _pickled(error: Exception) -> bytes:
         data = pickle.dumps((error, text))
         pickle.loads(data)  # some errors pickle, and then cannot be made again
         return data
-    except Exception:
+    except Exception:  # a user's error may hold what cannot be sent, a lock or a file: its text can
         return pickle.dumps((ExtractError(text), text))
 
 

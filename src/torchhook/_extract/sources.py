@@ -97,7 +97,7 @@ class Indexed:
             return Batch(row, 1, self.memory.rows(row, row + 1), {}, lambda: iter(()))
         try:
             return Batch(row, 1, self.collate([self.dataset[int(self.order[row])]]), {}, lambda: iter(()))
-        except Exception as error:
+        except Exception as error:  # the user's own data set: told with the row that it skips
             return Batch(row, 1, None, {0: why(error)}, lambda: iter(()))
 
     def first(self, at: int = 0) -> Iterator[Batch]:

@@ -124,7 +124,7 @@ def _finish(writer: Writer, error: BaseException) -> None:
     """Commit what is full already; the error that ended the run is the one to tell."""
     try:
         writer.close()
-    except BaseException as other:
+    except BaseException as other:  # an interrupt, say: the first error is told, this one with it
         if other is not error:
             note(error, f"A shard could not be written either: {other}")
 
@@ -219,7 +219,7 @@ class _Run:
             return
         try:
             self._run(batch, slabs)
-        except Exception as error:
+        except Exception as error:  # the user's own model: told with the rows that it skips
             if not self.task.skip:
                 note(error, f"Raised by rows {batch.start} to {batch.start + batch.span - 1} of the data.")
                 raise

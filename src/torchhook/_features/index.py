@@ -223,8 +223,9 @@ class Page:
         if self._written == len(self.entries):
             return
         start = time.monotonic()
+        packed = formats.packed(self.entries)
         with contextlib.suppress(Exception):  # a cache; what is wrong with the disk, the next shard tells
-            self._storage.replace(self._name, formats.packed(self.entries))
+            self._storage.replace(self._name, packed)
             self._written = len(self.entries)
         # All of it each time, so that there is one file for each process, but never more than a tenth of the time.
         took = time.monotonic() - start

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from torchhook._features import differences, formats, shards
+from torchhook._features import differences, formats
 from torchhook._recording.address import MODEL
-from torchhook._recording.tensor_file import DTYPES
+from torchhook._recording.tensor_file import BY_NAME, DTYPES
 from torchhook._version import __version__
 from torchhook.errors import ExtractError
 
@@ -86,7 +86,7 @@ class ColumnSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ColumnSpec:
-        return cls(**{**data, "dtype": shards.BY_NAME[data["dtype"]], "shape": tuple(data["shape"])})
+        return cls(**{**data, "dtype": BY_NAME[data["dtype"]], "shape": tuple(data["shape"])})
 
     @property
     def row(self) -> str:

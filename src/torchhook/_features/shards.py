@@ -20,10 +20,9 @@ from torch import Tensor
 
 from torchhook._features import direct_io, formats
 from torchhook._recording import tensor_file
-from torchhook._recording.tensor_file import DTYPES
+from torchhook._recording.tensor_file import BY_NAME
 from torchhook.errors import BrokenShardError
 
-BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 FOLDER = "shards"
 _GUESS = 4096  # most headers fit into the first read
 

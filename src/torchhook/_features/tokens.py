@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchhook._features.indexing import numbers, single
 from torchhook._features.manifest import shown
 from torchhook._features.permutation import Permutation
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, counted
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
@@ -180,11 +180,11 @@ class Tokens(Dataset[Any]):
             f"{shown(site)} {str(column.dtype).removeprefix('torch.')} {self._shapes[site]}"
             for site, column in self.columns.items()
         )
-        return f"<{len(self):,} tokens: {each}>"
+        return f"<{counted(len(self), 'token')}: {each}>"
 
     def _repr_html_(self) -> str:
         rows = [[shown(site), str(column.dtype), str(self._shapes[site])] for site, column in self.columns.items()]
-        return Table(f"{len(self):,} tokens", ["site", "dtype", "shape"], rows)._repr_html_()
+        return Table(counted(len(self), "token"), ["site", "dtype", "shape"], rows)._repr_html_()
 
 
 class _Batches(Sampler[Any]):
@@ -220,7 +220,7 @@ class TokenLoader(DataLoader[Any]):
         order = self.sampler
         assert isinstance(order, _Batches)
         shuffled = "in order" if order.seed is None else f"shuffled, epoch {order.epoch} comes next"
-        return f"<{len(order):,} batches of {order.batch:,} tokens, {shuffled}>"
+        return f"<{counted(len(order), 'batch', 'batches')} of {counted(order.batch, 'token')}, {shuffled}>"
 
     def _repr_html_(self) -> str:
         return Table(repr(self)[1:-1], [], [])._repr_html_()

@@ -1,1 +1,1 @@
-"""What a model is made of."""
+"""What a model is made of: its modules, its operations, what they cost. Enter at ``api``."""

@@ -114,10 +114,13 @@ def layers(
     0        Linear      (1, 3)           9
     1        ReLU        (1, 3)           0
 
-    With ``inputs`` (a tuple of arguments, a dict of keywords, ``th.Inputs(args, kwargs)``, or the one argument) the
-    model runs once, in eval mode and without gradients, and is left as it was, as are the inputs and the process.
+    With ``inputs`` the model runs once, in eval mode and without gradients, and is left as it was, as are the inputs
+    and the process.
 
     Args:
+        model: The model.
+        inputs: What it is called with: a tuple of arguments, a dict of keyword arguments, ``th.Inputs(args, kwargs)``
+            for both, or the one argument.
         depth: How many levels below the model are listed.
         columns: Some of ``"type"``, ``"kernel"``, ``"output"``, ``"parameters"``, ``"trainable"``, ``"multiply_adds"``
             (as torch's ``FlopCounterMode`` knows them), ``"time"`` and ``"memory"`` (of the output), or ``"all"``.

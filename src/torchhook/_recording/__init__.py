@@ -1,1 +1,2 @@
-"""What is left of a run: addresses, records, files, tables, differences, sweeps. Opens without the model."""
+"""What is left of a run: addresses, records, files, tables; differences, sweeps, lenses, statistics. Opens without the
+model. ``records`` is where most begin."""

@@ -116,6 +116,18 @@ class Site(str):
         return (*self.parts, self.leaf, self.role)
 
     @property
+    def kind(self) -> str:
+        """What its standard name is about, if it has one: ``"k"`` of ``@decoder.k.3``.
+
+        >>> Site("h.3.attn", role="@decoder.k.3").kind, Site("head", role="@logits").kind, Site("h.3").kind
+        ('k', 'logits', '')
+        """
+        # Where a name was read from text alone, nobody has said what it stands for.
+        name = self.role or (self.path if self.path.startswith("@") else "")
+        words = [word for word in name.removeprefix("@").split(".") if not word.isdecimal()]
+        return words[-1] if words else ""
+
+    @property
     def parts(self) -> tuple[str, str | None, Which, str]:
         """Path, operation, call and port."""
         return self.path, self.op, self.call, self.port

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchhook._recording.address import Calls, Site
 from torchhook._recording.steps import Pass
+from torchhook._recording.tables import counted
 from torchhook._values import tree
 
 Joined = tuple[int, Any, Pass | None]
@@ -82,7 +83,7 @@ def _refuse_caches(key: str, rows: Sequence[Joined], dim: int) -> None:
             size = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0
             if passed is not None and passed.tokens is not None and size > passed.tokens:
                 raise ValueError(
-                    f"{key}: a call with {passed.tokens} token{'s' * (passed.tokens != 1)} has a value of shape "
+                    f"{key}: a call with {counted(passed.tokens, 'token')} has a value of shape "
                     f"{tuple(tensor.shape)}, so that dim {dim} holds more than its own tokens: those of a cache, say. "
                     f"The last call has them all: rec[{key + '#-1'!r}]."
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchhook._recording import joining, saving
 from torchhook._recording.address import Site, Which, call_hint, readings, shown
 from torchhook._recording.rows import Record as Record
-from torchhook._recording.rows import Row, Window, chosen, has_rows, in_order, made, ran
+from torchhook._recording.rows import Row, Window, chosen, first_position, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
 from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
@@ -73,14 +73,6 @@ class Recording:
         if rows is None:
             rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
         return rows
-
-    def renewed(self) -> Recording:
-        """Another for the same sites, of one that nothing was recorded in yet."""
-        new = Recording(self.model_name)
-        new.other_names, new._waits = self.other_names, self._waits.copy()
-        for site, rows in self._rows.items():
-            new._rows[site] = [] if type(rows) is list else deque(maxlen=rows.maxlen)  # type: ignore[union-attr]
-        return new
 
     @property
     def is_open(self) -> bool:
@@ -172,7 +164,9 @@ class Recording:
 
     def _record(self, site: Site, row: Row) -> Record:
         passed = self._pass(site, row)
-        return Record(site, *row) if passed is None else Record(site, *row, passed.step, passed.position)
+        if passed is None:
+            return Record(site, *row)
+        return Record(site, *row, passed.step, first_position(site, row[2], passed))
 
     @property
     def sites(self) -> list[Site]:
@@ -271,7 +265,7 @@ class Recording:
             records = self.records(site)
             nbytes = sum(record.nbytes for record in records)
             total += nbytes
-            shapes = list(dict.fromkeys(record.shape for record in records))
+            shapes = list(dict.fromkeys(record.text for record in records))
             shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
             last = records[-1]
             generated = _generated(records) if self.passes else []

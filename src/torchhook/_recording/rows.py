@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchhook._recording import tensor_codecs
 from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.steps import Pass
 from torchhook._recording.tables import facts, size
 from torchhook._values import tree
 
@@ -28,18 +30,38 @@ class Record:
     step: int | None = None
     """While a model generates: 0 in the prefill, 1 for the first token after it; ``None`` elsewhere."""
     position: int | None = None
-    """While a model generates: the index of the call's first token in the sequence, padding included."""
+    """While a model generates: where the first token of the value is in the sequence, padding included. That is the
+    call's first token; of logits that only the last ones have, and of keys and values with a cache, it is another.
+    ``None`` where it cannot be told."""
 
     @property
-    def shape(self) -> str:
+    def shape(self) -> Any:
+        """The shape of the tensor, as a tuple; of a value with several, a dict of theirs by leaf, as in addresses.
+
+        >>> Record(Site("fc"), 0, 0, torch.zeros(2, 3)).shape == torch.Size([2, 3])
+        True
+        >>> Record(Site("lstm"), 0, 0, (torch.zeros(5, 4), {"h": torch.zeros(2), "c": None})).shape
+        {'0': (5, 4), '1.h': (2,)}
+
+        A dim of a nested tensor that has no one size is ``None``.
+        """
+        if isinstance(self.value, (Tensor, np.ndarray)):
+            return _shape(self.value)
+        return {leaf: _shape(t) for leaf, t in tree.leaves(self.value) if isinstance(t, (Tensor, np.ndarray))}
+
+    @property
+    def text(self) -> str:
+        """The shapes of the value in a few characters, as tables show them."""
         return tree.describe(self.value)
 
     @property
     def dtype(self) -> str:
+        """In words, as ``float32``, which several tensors may have in common; else ``float32/int64``."""
         return _common(str(t.dtype).removeprefix("torch.") for t in tree.tensors(self.value))
 
     @property
     def device(self) -> str:
+        """In words, as ``cpu``, which several tensors may have in common; else ``cpu/cuda:0``."""
         return _common(str(t.device) for t in tree.tensors(self.value))
 
     @property
@@ -48,12 +70,26 @@ class Record:
 
     def __repr__(self) -> str:  # without the numbers, which are most of it and seldom meant
         step = "" if self.step is None else f", step {self.step}"
-        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.shape} {self.dtype} on {self.device}>"
+        return f"<Record of {self.site.shown!r}, call {self.call}{step}: {self.text} {self.dtype} on {self.device}>"
 
     def _repr_html_(self) -> str:
-        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.shape}
+        told = {"call": self.call, "step": self.step, "position": self.position, "value": self.text}
         told |= {"dtype": self.dtype, "device": self.device, "memory": size(self.nbytes)}
         return facts(self.site.shown, {name: value for name, value in told.items() if value is not None})._repr_html_()
+
+
+def _shape(value: Tensor | np.ndarray[Any, Any]) -> tuple[int | None, ...]:
+    if isinstance(value, Tensor) and value.is_nested:
+        return tuple(_size(value, dim) for dim in range(value.dim()))
+    return tuple(value.shape)
+
+
+def _size(nested: Tensor, dim: int) -> int | None:
+    try:
+        found = nested.size(dim)
+    except RuntimeError:  # as the strided ones say it
+        return None
+    return found if type(found) is int else None  # and the jagged ones, by a symbol
 
 
 def _common(texts: Iterator[str]) -> str:
@@ -65,6 +101,28 @@ def _nbytes(tensor: Tensor) -> int:
         return tensor.nbytes
     # Sparse tensors have no nbytes, or those of a dense one.
     return sum(_nbytes(part) for part in tensor_codecs.parts(tensor))
+
+
+def first_position(site: Site, value: Any, passed: Pass) -> int | None:
+    """Where in the sequence the first token of a value is, which passed in a call of a model that generates."""
+    first, given = passed.position, passed.tokens
+    name = site.kind
+    own = _tokens_in(value, name) if isinstance(value, Tensor) and not value.is_nested else None
+    if first is None or given is None or own is None or own == given:
+        return first
+    # Logits are made of the last tokens; what attention looks at ends with the last one, and begins in the cache.
+    if (own < given and (name == "logits" or own == passed.kept)) or (own > given and name in ("k", "v")):
+        return max(0, first + given - own)
+    return first if own > given else None
+
+
+def _tokens_in(value: Tensor, name: str) -> int | None:
+    """How many tokens a value has, by the standard name of its site; ``None`` where its shape does not tell."""
+    if value.dim() == 4 and name in ("q", "k", "v", "pattern"):
+        return value.shape[2]
+    if value.dim() == 2 and name == "logits":
+        return 1
+    return value.shape[1] if value.dim() == 3 else None
 
 
 Row = tuple[int, int, Any]

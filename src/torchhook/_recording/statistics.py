@@ -146,7 +146,7 @@ class SiteStatistics:
         return [str(len(self.mean)), f"{count:,}", *(_range(getattr(self, name)) for name in _SHOWN)]
 
     def __repr__(self) -> str:
-        return f"<statistics of {self.cells()[1]} values, {len(self.mean)} numbers of each kind>"
+        return f"<statistics of {self.cells()[1]} values, {counted(len(self.mean), 'number')} of each kind>"
 
     def _repr_html_(self) -> str:
         told = dict(zip(_SHOWN, self.cells()[2:], strict=True))

@@ -12,7 +12,7 @@ from torchhook import _torch
 from torchhook._recording import tensor_file
 from torchhook._recording.codecs import OPAQUE, Codec, Reader, Writer
 from torchhook._values.nodes import Node
-from torchhook._values.wrappers import is_fake, is_wrapper
+from torchhook._values.wrappers import is_causal_bias, is_fake, is_wrapper
 
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -146,14 +146,26 @@ def _read_bits(body: Any, reader: Reader) -> Tensor:
     return bits.view(getattr(torch, body[0]))
 
 
+def _write_causal_bias(tensor: Tensor, writer: Writer) -> Any:
+    return writer.keep(_torch.materialized(tensor, torch.device("cpu")))
+
+
 def _of(test: Callable[[Tensor], bool]) -> Callable[[Any, Node | None], bool]:
     """Takes the tensors for which ``test`` is true."""
     return lambda tensor, node: test(tensor)
 
 
+_DENSE = Codec(
+    "tensor",
+    _of(lambda t: t.dtype in tensor_file.DTYPES),
+    lambda tensor, writer: writer.keep(_plain(tensor)),
+    lambda body, reader: reader.tensors[body],
+)
+
 # Layouts before dtypes: a sparse or nested tensor may be complex too.
 TENSORS: tuple[Codec, ...] = (
     Codec("meta", _of(is_fake), _write_meta, _read_meta),
+    _DENSE._replace(takes=_of(is_causal_bias), write=_write_causal_bias),
     # What is left of the wrappers, after those that say what they stand for: nobody knows their numbers.
     OPAQUE._replace(takes=_of(is_wrapper)),
     Codec("nested", _of(lambda t: t.is_nested), _write_nested, _read_nested),
@@ -164,11 +176,6 @@ TENSORS: tuple[Codec, ...] = (
     Codec("quantized_channels", _of(lambda t: t.is_quantized), _write_channels, _read_channels),
     Codec("complex_tensor", _of(lambda t: t.is_complex()), _write_complex, _read_complex),
     Codec("bits", _of(_is_small_float), _write_bits, _read_bits),
-    Codec(
-        "tensor",
-        _of(lambda t: t.dtype in tensor_file.DTYPES),
-        lambda tensor, writer: writer.keep(_plain(tensor)),
-        lambda body, reader: reader.tensors[body],
-    ),
+    _DENSE,
     OPAQUE,
 )

@@ -36,7 +36,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 Checksum = Callable[[bytes, Sequence[memoryview]], str]
 """Takes what a header says, and the tensors' memory."""
@@ -143,7 +143,7 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _view(data: bytearray, start: int, entry: Mapping[str, Any]) -> Tensor:
-    dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
+    dtype, shape = BY_NAME[entry["dtype"]], entry["shape"]
     first, last = entry["data_offsets"]
     # frombuffer refuses to make a tensor of nothing.
     if first == last:

@@ -31,7 +31,7 @@ from torchhook._values.subclasses import is_part
 from torchhook._values.targets import Goal, Labels, is_function, known_labels, name_of, torchvision_labels
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
-from torchhook.errors import NoAttentionError
+from torchhook.errors import NoAttentionError, TorchHookError
 
 _LONG = 1024
 
@@ -210,7 +210,7 @@ def _attention(
     # Most models have no attention, which is worth no word.
     except NoAttentionError:
         return
-    except Exception as error:
+    except Exception as error:  # as below
         notes.append(f"No attention maps: {type(error).__name__}: {error}")
         return
     for record in maps.records():
@@ -241,7 +241,9 @@ def _overlay(
         said = found.text if isinstance(made.target, str) else name_of(made.target[0], labels)
         picture.caption = f"{method} of {said} at {made.layer.shown}"
     except Exception as error:  # a page without this picture is better than no page
-        notes.append(f"No class activation map: {error}")
+        # Of an error of another kind, KeyError: 'x' for one, the class is half of what is said.
+        kind = "" if isinstance(error, (TorchHookError, ValueError)) else f"{type(error).__name__}: "
+        notes.append(f"No class activation map: {kind}{error}")
 
 
 def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None, sums: list[float]) -> list[Token]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchhook._recording.tables import counted
 from torchhook._report.facts import Sprite
 from torchhook._values.layout import Layout
 from torchhook._values.subclasses import local
@@ -116,7 +117,7 @@ def heads(weights: Tensor, side: int, number: int = 16) -> Sprite:
     """The attention maps of the first sample: their mean, and the heads."""
     maps = weights[0].float()
     labels = ["mean", *(f"head {i}" for i in range(min(len(maps), number)))]
-    what = f"{maps.shape[1]} queries (down) × {maps.shape[2]} keys (across), {len(maps)} heads"
+    what = f"{maps.shape[1]} queries (down) × {maps.shape[2]} keys (across), {counted(len(maps), 'head')}"
     made = sprite(torch.cat([maps.mean(0, keepdim=True), maps[:number]]), labels, what, side)
     made.title = "Attention"
     return made

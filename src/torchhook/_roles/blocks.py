@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from torchhook._roles import attention, claims, experts
-from torchhook._roles.branches import Branch, Reader, Step, added, first_use, mixes_more, site_of
+from torchhook._roles.branches import Branch, Reader, Step, added, first_use, goes_on, mixes_more, site_of
 from torchhook._roles.chain import Block, Chain
 from torchhook._roles.findings import Findings
 from torchhook._roles.trace import Trace
@@ -148,7 +148,8 @@ class BlockNames:
         if role == "cross_attn_out" and not found:
             return
         what = "attention" if "attn" in role else "a feed-forward part"
-        self._refuse([role], f"{len(found) or 'none'} of the branches ({', '.join(map(_spoken, kinds))}) is {what}.")
+        some = f"{len(found)} of the branches are" if found else "none of the branches is"
+        self._refuse([role], f"{some} {what}: the block adds {', '.join(map(_spoken, kinds))}.")
 
     def _branch_name(self, branch: Branch) -> str:
         return self._named.get(id(branch), f"branch {id(branch)}")
@@ -204,9 +205,11 @@ class BlockNames:
         sites = {kind: self._found.name(names[kind], site) for kind, site in parts.sites.items()}
         out = self.name("mlp_out")
         if "experts" in sites and out in self._found.sites:
-            text = f"@{out} = @{names['experts']}{'' if parts.shared is None else f' + {parts.shared}'}"
+            text = f"@{names['experts']}{'' if parts.shared is None else f' + {parts.shared}'}"
+            text = f"@{out} = {'norm(' * bool(parts.after)}{text}{')' * bool(parts.after)}"
             made, result = (names["experts"], sites["experts"]), (out, self._found.sites[out])
-            self._found.claim(claims.combined(text, made, parts.shared, result))
+            norms = [node.module for node in parts.after]
+            self._found.claim(claims.combined(text, made, parts.shared, norms, parts.scaled, result))
         if "router" in sites and parts.chosen is not None:
             expert = (7 * self._i + 3) % parts.count
             text = f"the highest score in @{names['router']} decides"
@@ -221,7 +224,9 @@ class BlockNames:
 def _kind(reader: Reader, branch: Branch) -> str:
     if branch.attends is not None:
         crosses = attention.crosses(reader, branch)
-        return "other" if crosses is None or mixes_more(reader, branch) else "cross" if crosses else "attn"
+        if crosses is None or mixes_more(reader, branch) or goes_on(branch):
+            return "other"
+        return "cross" if crosses else "attn"
     chooses = any(node.name == "topk" for node in branch.calls)
     return "mlp" if branch.contractions >= 2 or chooses else "other"
 

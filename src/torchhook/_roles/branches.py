@@ -21,6 +21,7 @@ VIEWS = frozenset(
     {"view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "to"}
     | {"type_as", "float", "expand", "swapaxes", "movedim", "view_as", "reshape_as", "clone", "type", "t"}
 )
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack"})
 _CONTRACTIONS = frozenset(
     {"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"}
 )
@@ -193,12 +194,36 @@ def mixes_more(reader: Reader, branch: Branch) -> bool:
     attention = branch.attends
     assert attention is not None
     for node in branch.calls:
-        if node.name in ADDS and node.start > attention.end and (operands := reader.operands(node)) is not None:
-            parts = [reader.branch(token, node) for token in operands]
-            alone = [part for part in parts if part.attends is None and part.contractions]
-            if len(alone) == 1 and len([part for part in parts if part.attends is not None]) == 1:
-                return True
+        if node.start <= attention.end or node.name not in ADDS | _JOINS:
+            continue
+        operands = reader.operands(node) if node.name in ADDS else node.taken()
+        parts = [reader.branch(token, node) for token in operands or ()]
+        alone = [part for part in parts if part.attends is None and part.contractions and part.reads]
+        if alone and any(part.attends is not None for part in parts):
+            return True
     return False
+
+
+def goes_on(branch: Branch) -> bool:
+    """Whether more comes after attention than its output projection: a feed-forward part, a state space.
+
+    Products are counted from the one with the values on; those with nothing but views between them are one.
+    """
+    attention = branch.attends
+    assert attention is not None
+    state = dict.fromkeys(attention.made(), (1 if attention.name in FUSED else 0, False))
+    for node in branch.calls:
+        taken = [state[token] for token in node.taken() if token in state]
+        if not taken or node.start < attention.end:
+            continue
+        count, between = max(taken)
+        if node.name in _CONTRACTIONS:
+            count, between = count + (between or not count), False
+        elif node.name not in VIEWS | ADDS and not node.name.startswith("dropout"):
+            between = True
+        state |= {token: max(state.get(token, (0, False)), (count, between)) for token in node.made()}
+    # One more than the projection may be: where a gate, a norm or the choice of experts stands before it.
+    return max(count for count, _ in state.values()) > 2
 
 
 def seen_as(trace: Trace, token: Token, before: int | None = None) -> Token:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchhook._attention import attention_map
 from torchhook._recording.address import Site
 from torchhook._values.tree import Inputs
 
@@ -31,6 +32,17 @@ class Claim:
     """Whether it is a sum: a part is only seen in it if it is as large as the others."""
     founds: bool = False
     """Whether without it there is no stream, and no name of it."""
+    doubts: tuple[str, ...] = ()
+    """The names that are wrong if it does not hold, where another claim vouches for the others."""
+    calls: tuple[Site, ...] = ()
+    """Sites at which all that a call takes is read; at all others, one tensor."""
+
+
+class Runs(NamedTuple):
+    """What passed one site in two runs."""
+
+    one: Any
+    other: Any
 
 
 def different(one: Tensor, other: Tensor) -> str | None:
@@ -88,9 +100,18 @@ def _summed(parts: list[Tensor]) -> Tensor:
     return result
 
 
-def through(value: Tensor, norm: nn.Module | None) -> Tensor:
-    result: Tensor = value if norm is None else norm(value)
-    return result
+def through(value: Tensor, *modules: nn.Module | None) -> Tensor:
+    """What modules of the model make of a value, one after the other."""
+    for module in modules:
+        if module is None:
+            continue
+        try:
+            value = module(value)
+        except Exception as error:  # it is the model's, and may raise anything
+            raise ValueError(f"{type(module).__name__} does not take it: {error}") from error
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(module).__name__} makes no tensor of it, but a {type(value).__name__}")
+    return value
 
 
 def normalizes(text: str, norm: nn.Module, inputs: tuple[str, Site], result: tuple[str, Site]) -> Claim:
@@ -98,7 +119,7 @@ def normalizes(text: str, norm: nn.Module, inputs: tuple[str, Site], result: tup
 
     def holds(values: Values) -> str | None:
         value = values[inputs[1]]
-        once, twice = norm(value), norm(value * 2)
+        once, twice = through(value, norm), through(value * 2, norm)
         rough = (once - twice).abs().max() > 0.05 * once.abs().max()  # what is added to the variance is not doubled
         return f"{type(norm).__name__} is no norm" if bool(rough) else different(once, values[result[1]])
 
@@ -112,17 +133,19 @@ def projected(
     factors: list[float] = []
 
     def holds(values: Values) -> str | None:
-        value = values[z[1]]
-        for module in modules:
-            value = module(value)
         wanted = values[result[1]]
-        if scaled and value.shape == wanted.shape:
-            if not factors:  # by least squares, once; it must do for all probes that follow
-                factors.append(float((value.double() * wanted.double()).sum() / value.double().square().sum()))
-            value = value * factors[0]
-        return different(value, wanted)
+        return different(_scaled(through(values[z[1]], *modules), wanted, factors, scaled), wanted)
 
-    return Claim(text, (z[0],), (result[0],), (z[1], result[1]), holds)
+    return Claim(text, (z[0],), (result[0],), (z[1], result[1]), holds, doubts=(z[0],))
+
+
+def _scaled(value: Tensor, wanted: Tensor, factors: list[float], scaled: bool) -> Tensor:
+    """A value times one fixed factor, where there is one: found by least squares, once, it must do for all probes."""
+    if not scaled or value.shape != wanted.shape:
+        return value
+    if not factors:
+        factors.append(float((value.double() * wanted.double()).sum() / value.double().square().sum()))
+    return value * factors[0]
 
 
 def rearranged(text: str, call: Site, z: tuple[str, Site]) -> Claim:
@@ -151,36 +174,18 @@ def attended(text: str, call: Site, sites: dict[str, Site], names: dict[str, str
         q, k, v = (values[sites[kind]] for kind in "qkv")
         return different(_by_hand(q, k, v, **rest), values[call])
 
-    return Claim(text, tuple(names[kind] for kind in "qkv"), (), (whole, call, *(sites[kind] for kind in "qkv")), holds)
+    needs = (whole, call, *(sites[kind] for kind in "qkv"))
+    return Claim(text, tuple(names[kind] for kind in "qkv"), (), needs, holds, calls=(whole,))
 
 
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _by_hand(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
     if q.dtype in (torch.float16, torch.bfloat16):  # rounded otherwise than the kernel does: its own word is taken
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], dim=-3) for t in (k, v))
-    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.softmax(-1).masked_fill(nothing, 0.0) @ v
+        return F.scaled_dot_product_attention(q, k, v, **{**rest, "dropout_p": 0.0})
+    weights = attention_map(q, k, v, **rest)
+    return weights @ (v.repeat_interleave(q.shape[-3] // v.shape[-3], dim=-3) if rest.get("enable_gqa") else v)
 
 
 def rows(text: str, pattern: tuple[str, Site]) -> Claim:
@@ -231,7 +236,7 @@ def scaled(text: str, name: str, site: Site, lookup: Site, weight: Tensor) -> Cl
         factor = (rows.double() * found.double()).sum() / rows.double().square().sum().clamp_min(1e-30)
         return different((rows.double() * factor).to(found.dtype), found)
 
-    return Claim(text, (), (name,), (site, lookup), holds)
+    return Claim(text, (), (name,), (site, lookup), holds, calls=(lookup,))
 
 
 def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> Claim:
@@ -248,18 +253,27 @@ def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> 
     return Claim(text, (before[0],), (result[0],), (before[1], result[1]), holds)
 
 
-def combined(text: str, experts: tuple[str, Site], shared: Site | None, result: tuple[str, Site]) -> Claim:
-    """What the experts make, and what all tokens share, is what the branch adds."""
+def combined(
+    text: str,
+    experts: tuple[str, Site],
+    shared: Site | None,
+    modules: list[nn.Module],
+    scaled: bool,
+    result: tuple[str, Site],
+) -> Claim:
+    """What the experts make, and what all tokens share, is what the branch adds: past norms, up to one fixed factor."""
     needs = (experts[1], result[1], *([shared] if shared is not None else []))
+    factors: list[float] = []
 
     def holds(values: Values) -> str | None:
         made, wanted = values[experts[1]], values[result[1]]
         if made.numel() != wanted.numel():
             return f"shapes {tuple(made.shape)} and {tuple(wanted.shape)}"
         made = made.reshape(wanted.shape)
-        return different(made if shared is None else made + values[shared].reshape(wanted.shape), wanted)
+        made = made if shared is None else made + values[shared].reshape(wanted.shape)
+        return different(_scaled(through(made, *modules), wanted, factors, scaled), wanted)
 
-    return Claim(text, (experts[0],), (result[0],), needs, holds)
+    return Claim(text, (experts[0],), (result[0],), needs, holds, doubts=(experts[0],))
 
 
 def routes(text: str, router: tuple[str, Site], chosen: Site, expert: int) -> Claim:

@@ -70,7 +70,8 @@ def final_norm(trace: Trace, chain: Chain, found: Ends) -> None:
     if len(after) == 1 and trace.once(after[0]):
         found.sites["norm_final"], found.norm = after[0].site(), after[0]
     elif after:
-        found.refused["norm_final"] = f"{len(after)} norms take what the last block returns."
+        several = f"{len(after)} norms take" if len(after) > 1 else f"{after[0].path!r} runs more than once, and takes"
+        found.refused["norm_final"] = f"{several} what the last block returns."
     else:
         found.refused["norm_final"] = "no module without matrices takes what the last block returns."
 

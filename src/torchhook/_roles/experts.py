@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from torchhook._recording.address import Site
-from torchhook._roles.branches import ADDS, Branch, Reader, descends, site_of
-from torchhook._roles.trace import Node
+from torchhook._roles.branches import ADDS, Branch, Reader, descends, is_norm, site_of
+from torchhook._roles.trace import Node, Token
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "einsum"})
 
@@ -22,6 +22,10 @@ class Experts:
     count: int = 0
     shared: Site | None = None
     """What is added to that of the experts."""
+    after: list[Node] = dataclasses.field(default_factory=list)
+    """Norms between that and the stream."""
+    scaled: bool = False
+    """Whether a factor stands between them too."""
 
 
 def read(reader: Reader, branch: Branch) -> Experts | None:
@@ -56,8 +60,8 @@ def _router(reader: Reader, choice: Node, found: Experts) -> None:
 
 
 def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> None:
-    trace, token = reader.trace, reader.root(branch.token)
-    before = branch.sum.start
+    trace = reader.trace
+    token, before = _before_norms(reader, branch, found)
     origin = trace.origin(token, before)
     if origin is not None and origin.name in ADDS and len(origin.inputs) == 2 and _several(reader, origin):
         parts = [(t, descends(trace, t, origin.start, choice)) for t in origin.taken()]
@@ -66,6 +70,9 @@ def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> No
             rest = next(t for t, chosen in parts if not chosen)
             found.shared = site_of(trace, rest, origin.start)
             token, before = routed[0], origin.start
+    if _mixes_more(reader, token, before, choice):
+        found.refused["experts"] = "something that no expert made is in what they make together."
+        return
     root = reader.root(token, before)
     ends = [node.start for node in trace.takers.get(root, ()) if node.op is not None and node.name not in ADDS]
     last = max((n.end for n in trace.makers.get(root, ()) if n.op is None), default=-1)
@@ -74,6 +81,46 @@ def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> No
         found.refused["experts"] = "what the experts make together is returned by no module and no operation."
     else:
         found.sites["experts"] = site
+
+
+def _before_norms(reader: Reader, branch: Branch, found: Experts) -> tuple[Token, int]:
+    """What a branch is before its norms and factors, which are no part of what experts make, and when it is taken."""
+    trace, token, before = reader.trace, reader.root(branch.token), branch.sum.start
+    for _ in range(8):
+        modules = [n for n in trace.makers.get(token, ()) if n.op is None and n.end < before]
+        norm = next((n for n in modules if is_norm(trace, n) and trace.once(n)), None)
+        if norm is not None:
+            found.after.insert(0, norm)
+            token, before = reader.root(norm.taken()[0], norm.start), norm.start
+            continue
+        origin = trace.origin(token, before)
+        if origin is None or origin.name not in ("mul", "mul_", "div") or len(origin.inputs) != 1:
+            break
+        found.scaled = True
+        token, before = reader.root(origin.inputs[0][1], origin.start), origin.start
+    return token, before
+
+
+def _mixes_more(reader: Reader, token: Token, before: int, choice: Node) -> bool:
+    """Whether what is made without the choice, a shared expert say, was added on the way to a tensor."""
+    trace, waiting, seen = reader.trace, [(token, before)], set[int]()
+    while waiting:
+        current, end = waiting.pop()
+        origin = trace.origin(current, end)
+        if origin is None or origin.end in seen or origin.end < choice.start:
+            continue
+        seen.add(origin.end)
+        routed = [t for t in origin.taken() if descends(trace, t, origin.start, choice)]
+        others = [t for t in origin.taken() if t not in routed and t in trace.floating]
+        if origin.name in ADDS and routed and any(_is_made(reader, t, origin) for t in others):
+            return True
+        waiting += [(t, origin.start) for t in routed]
+    return False
+
+
+def _is_made(reader: Reader, token: Token, taker: Node) -> bool:
+    made = reader.branch(token, taker)
+    return bool(made.contractions and made.reads)
 
 
 def _several(reader: Reader, node: Node) -> bool:

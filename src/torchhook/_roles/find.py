@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchhook._core import calling
-from torchhook._core.scope import unseen
 from torchhook._roles import claims, ends, probe
 from torchhook._roles.blocks import BlockNames
 from torchhook._roles.chain import Chain, chains
@@ -19,8 +17,7 @@ from torchhook._values.tree import Inputs
 
 def found(model: nn.Module, inputs: Inputs) -> Roles:
     """The names of a model that hold on its inputs, on others like them, and while values are changed."""
-    # Names belong to the model, whatever a session around does to it just now.
-    with unseen(), torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
+    with probe.alone(model) as restore:
         trace = traced(model, inputs)
         named = _named(trace)
         probes = [("", inputs), ("", probe.varied(inputs)), *probe.other_calls(model, inputs)]
@@ -35,6 +32,7 @@ def found(model: nn.Module, inputs: Inputs) -> Roles:
     sites = {name: site for name, site in named.sites.items() if name not in refused}
     result = Roles(sites, refused, type(model).__name__)
     result.times = judge.times
+    result.eval_only = {name: judge.eval_only[name] for name in sites if name in judge.eval_only}
     return result
 
 

@@ -61,7 +61,8 @@ def lens(
     if not isinstance(rec, Recording):
         raise TypeError(f"lens takes a model and a recording, found {type(rec).__name__}: th.capture(…) makes one.")
     root = unwrapped(model)
-    arguments = probe.made_for(root) if inputs is None else probe.given(inputs)
+    way = "give them, th.lens(model, rec, inputs=…)"
+    arguments = probe.made_for(root, way) if inputs is None else probe.given(inputs)
     known = naming.known(root)
     names = known if isinstance(known, Roles) else roles(model, arguments)
     prefix, last = _last(names)

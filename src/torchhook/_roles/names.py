@@ -42,19 +42,39 @@ def roles(model: nn.Module, inputs: Any = None, *, table: Mapping[str, str] | No
     """
     root = unwrapped(model) if isinstance(model, nn.Module) else Index(model).root
     own = {} if table is None else _own(root, table)
-    result = Roles(own, {}, type(root).__name__)
-    try:
-        proven = find.found(root, probe.made_for(root) if inputs is None else probe.given(inputs))
-    except Exception:
-        # Who names everything by hand may do so because nothing can be found.
-        if table is None or inputs is not None:
-            raise
-    else:
-        refused = {name: why for name, why in proven.refused.items() if name not in own}
-        result = Roles({**proven.sites, **own}, refused, type(root).__name__)
-        result.times = proven.times
+    proven = _proven(root, inputs, required=table is None)
+    refused = {name: why for name, why in proven.refused.items() if name not in own}
+    result = Roles({**proven.sites, **own}, refused, type(root).__name__)
+    result.times = proven.times
+    result.eval_only = {name: why for name, why in proven.eval_only.items() if name not in own}
     naming.remember(root, result)
     return result
+
+
+def _proven(model: nn.Module, inputs: Any, required: bool) -> Roles:
+    """What can be found; nothing, if no inputs are given and none can be made, and it is not ``required`` either."""
+    if inputs is not None:
+        return find.found(model, probe.given(inputs))
+    try:
+        made = probe.made_for(model)
+    except SelectorError:
+        if required:
+            raise
+        # Who names everything by hand may do so because nothing can be found.
+        return Roles({}, {})
+    try:
+        return find.found(model, made)
+    except Exception as error:
+        with probe.alone(model):
+            fits = probe.runs(model, made)
+        if fits:
+            raise  # the fault is not that of the inputs
+        if not required:
+            return Roles({}, {})
+        raise SelectorError(
+            f"standard names are found by running the model, and {type(model).__name__} did not run with inputs made "
+            f"from its config ({type(error).__name__}: {str(error)[:200]}): call th.roles(model, inputs) first."
+        ) from error
 
 
 def _own(model: nn.Module, table: Mapping[str, str]) -> dict[str, Site]:
@@ -68,17 +88,4 @@ def _own(model: nn.Module, table: Mapping[str, str]) -> dict[str, Site]:
     return own
 
 
-def _for_selectors(model: nn.Module) -> Roles:
-    inputs = probe.made_for(model)
-    try:
-        return roles(model, inputs)
-    except SelectorError:
-        raise
-    except Exception as error:
-        raise SelectorError(
-            f"standard names are found by running the model, and {type(model).__name__} did not run with inputs made "
-            f"from its config ({type(error).__name__}: {str(error)[:200]}): call th.roles(model, inputs) first."
-        ) from error
-
-
-naming.register(_for_selectors)
+naming.register(roles)

@@ -7,6 +7,7 @@ the very sites that a user will read and edit, and what must follow from the mov
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -19,10 +20,13 @@ from torchhook._core.keep import Keep
 from torchhook._core.select import resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
-from torchhook._roles.claims import Claim, Values
+from torchhook._roles.claims import Claim, Runs, Values
+from torchhook._roles.probe import runs
 from torchhook._values.tree import Inputs
 
 Edit = Callable[[Tensor], Tensor]
+
+_TRAINING_RUNS = 3
 
 
 class Judge:
@@ -38,6 +42,8 @@ class Judge:
         """Names that are refused, each with what was tried and what came of it."""
         self.tried: set[str] = set()
         """Names for which something was shown to hold."""
+        self.eval_only: dict[str, str] = {}
+        """Names that are right in eval mode alone, each with what does not hold while the model trains."""
         self._broken: set[int] = set()
         self._sizes: dict[str, float] = {}
         """How large the largest part is of the sums that a name goes into."""
@@ -61,7 +67,7 @@ class Judge:
             for run in ("once", "again")
         )
         lost = {site for site in one if one[site] is None or other[site] is None}
-        values = {site: None if site in lost else (one[site], other[site]) for site in one}
+        values = {site: None if site in lost else Runs(one[site], other[site]) for site in one}
         for name, (_, claim) in tried.items():
             if (why := _tested(claim, values)) is not None:
                 self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
@@ -70,9 +76,9 @@ class Judge:
         """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
         for how, probe in self._probes if claims else ():
             try:
-                values = self._run(probe, claims, {})
+                values = self._run(probe, claims, {}, self.times)
             except Exception:
-                if not how:
+                if not how or runs(self._model, probe):
                     raise
                 continue  # a way to call it that was ours, not the user's, and is not the model's
             for claim in claims:
@@ -87,25 +93,41 @@ class Judge:
                 self._broken.add(id(claim))
                 if claim.founds:
                     self._refuse_stack(claim, why)
-                for name in absent or names:
+                for name in absent or claim.doubts or names:
                     if not spared(name):
                         self.wrong.setdefault(name, f"{claim.text} does not hold{how and f', called {how}'}: {why}.")
 
     def in_training(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
         """Try the sums in training mode, in which some blocks do more: branches are dropped, operations renumbered."""
         sums = [claim for claim in claims if claim.sums and id(claim) not in self._broken]
-        try:
+        times: dict[Site, set[int]] = {}
+        # More than once: what is dropped now and then is not dropped each time.
+        for seed in range(_TRAINING_RUNS if sums else 0):
             with calling.in_mode(self._model, training=True):
-                values = self._run(self._probes[0][1], sums, {})
-        except Exception:  # it need not run so on these inputs
-            return
-        for claim in sums:
-            if any(values[site] is None and site not in self._several for site in claim.needs):
-                continue  # whole layers may be dropped
-            if (why := _tested(claim, values)) is not None:
-                for name in (*claim.inputs, *claim.results):
-                    if not spared(name):
-                        self.wrong.setdefault(name, f"{claim.text} does not hold in training mode: {why}.")
+                try:
+                    values = self._run(self._probes[0][1], sums, {}, times, seed)
+                except Exception:
+                    self._restore()
+                    if runs(self._model, self._probes[0][1]):
+                        raise
+                    return  # it need not run so on these inputs
+            for claim in sums:
+                if any(values[site] is None and site not in self._several for site in claim.needs):
+                    continue  # whole layers may be dropped
+                if (why := _tested(claim, values)) is not None:
+                    for name in (*claim.inputs, *claim.results):
+                        if not spared(name):
+                            self.eval_only.setdefault(name, f"in training mode, {claim.text} does not hold: {why}.")
+        # What is dropped in one block may be dropped in others of its stack, and only was not this time.
+        reasons = {name.rpartition(".")[0]: why for name, why in self.eval_only.items()}
+        self.eval_only |= {
+            name: reasons[kind]
+            for name in self._sites
+            if (kind := name.rpartition(".")[0]) in reasons and name not in self.eval_only
+        }
+        other = {Site(site.path, site.op) for name, site in self._sites.items() if name in self.eval_only}
+        for place in times.keys() - other:
+            self.times.setdefault(place, set()).update(times[place])
 
     def _measure(self, claim: Claim, values: Values) -> None:
         sizes = [_size(values[site]) for site in claim.needs if isinstance(values[site], Tensor)]
@@ -139,8 +161,19 @@ class Judge:
                     site = self._sites[name].shown
                     self.wrong.setdefault(name, f"when {site} is changed, {claim.text} does not hold: {why}.")
 
-    def _run(self, probe: Inputs, claims: list[Claim], edits: Mapping[Site, Edit]) -> Values:
+    def _run(
+        self,
+        probe: Inputs,
+        claims: list[Claim],
+        edits: Mapping[Site, Edit],
+        times: dict[Site, set[int]] | None = None,
+        seed: int | None = None,
+    ) -> Values:
+        """What is at the sites that claims need; into ``times`` goes how often their operations came."""
         self._restore()
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
         session = Session(self._model, index=self._index, warn=False)
         counting = SiteListener(session.scope)
         if any(site.op is not None for site in (*edits, *(site for claim in claims for site in claim.needs))):
@@ -154,10 +187,10 @@ class Judge:
         with session as recording:
             calling.called(self._model, probe.args, probe.kwargs)
         for target in targets:
-            if target.site.op is not None and not edits:
+            if target.site.op is not None and times is not None:
                 place, name = Site(target.site.path, target.site.op), target.site.op.partition("(")[0]
                 # Of one that has no number, there is one.
-                self.times.setdefault(place, set()).update(counting.totals.get((id(target.module), name), {1}))
+                times.setdefault(place, set()).update(counting.totals.get((id(target.module), name), {1}))
         counts = {site: len(recording.all(site)) if site in recording else 0 for site in needed}
         self._several = {site for site, count in counts.items() if count > 1}
         return {site: recording.all(site)[0] if count == 1 else None for site, count in counts.items()}
@@ -178,6 +211,11 @@ def _tested(claim: Claim, values: Values) -> str | None:
     missing = [site.shown for site in claim.needs if values[site] is None]
     if missing:
         return f"{missing[0]} did not run exactly once"
+    for site in claim.needs:
+        value = values[site]
+        passed = value if isinstance(value, Runs) else (value,)
+        if site not in claim.calls and not all(isinstance(one, Tensor) for one in passed):
+            return f"{site.shown} is no tensor, but {type(passed[0]).__name__}"
     try:
         return claim.holds(values)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # shapes that do not go together

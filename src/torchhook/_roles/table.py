@@ -6,20 +6,22 @@ import re
 from collections.abc import Iterator, Mapping
 
 from torchhook._recording.address import Site
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, counted
 from torchhook.errors import SelectorError, suggestion
 
 
 class Roles(Mapping[str, Site]):
     """Standard names of a model, without or with their ``@``, and the sites that they stand for.
 
-    ``refused`` has those that could not be shown to be right, each with what was tried.
+    ``refused`` has those that could not be shown to be right, each with what was tried; ``eval_only`` those that are
+    right in eval mode alone, because the model drops parts of a sum while it trains, say.
     """
 
     def __init__(self, sites: Mapping[str, Site], refused: Mapping[str, str], model_name: str = "") -> None:
         self.times: dict[Site, set[int]] = {}
         self.sites: dict[str, Site] = dict(sites)
         self.refused: dict[str, str] = dict(refused)
+        self.eval_only: dict[str, str] = {}
         self.model_name = model_name
 
     def __getitem__(self, name: str) -> Site:
@@ -46,19 +48,22 @@ class Roles(Mapping[str, Site]):
             kinds.setdefault(_kind(name), []).append(name)
         rows = [_row(kind, [self.sites[name] for name in names], names) for kind, names in kinds.items()]
         of = f" of {self.model_name}" if self.model_name else ""
-        return Table(f"Roles{of}: {len(self.sites)} names", ["role", "site"], rows, self._refusals())
-
-    def _refusals(self) -> list[str]:
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for name, why in self.refused.items():
-            reasons.setdefault((_kind(name), _general(why)), []).append(name)
-        return [f"refused: {_range(kind, names)} ({self.refused[names[0]]})" for (kind, _), names in reasons.items()]
+        notes = [*_noted("in eval mode only", self.eval_only), *_noted("refused", self.refused)]
+        return Table(f"Roles{of}: {counted(len(self.sites), 'name')}", ["role", "site"], rows, notes)
 
     def __repr__(self) -> str:
         return str(self.table())
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def _noted(what: str, reasons: Mapping[str, str]) -> list[str]:
+    """One line for all the names of a kind that have one reason."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, why in reasons.items():
+        alike.setdefault((_kind(name), _general(why)), []).append(name)
+    return [f"{what}: {_range(kind, names)} ({reasons[names[0]]})" for (kind, _), names in alike.items()]
 
 
 def _kind(name: str) -> str:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.functional import Listener
-from torchhook._core.scope import Scope, unseen
+from torchhook._core.scope import Scope
 from torchhook._core.select import resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._roles.claims import different
+from torchhook._roles.probe import alone
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import SelectorError
@@ -129,12 +130,11 @@ def _has_slot(value: Any) -> bool:
 
 def written(model: nn.Module, inputs: list[Inputs], stream: Site, logits: Site) -> Tail:
     """The operations from one site to another, shown to give the model's own logits on every one of the inputs."""
-    # Names belong to the model, whatever a session around does to it just now.
-    with unseen(), torch.no_grad(), calling.undisturbed(model) as restore, calling.evaluating(model):
+    with alone(model) as restore:
         tail = _one_pass(model, inputs[0], stream)
-        for probe in inputs:
+        for given in inputs:
             restore()
-            value, wanted = _both(model, probe, stream, logits)
+            value, wanted = _both(model, given, stream, logits)
             try:
                 why = different(tail(value), wanted)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:

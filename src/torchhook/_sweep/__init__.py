@@ -1,1 +1,2 @@
-"""Activation patching. Enter at ``api``; what is patched, how patches are run, and how they are estimated."""
+"""Activation patching. Enter at ``api``: ``places`` says what is patched, ``running`` runs the patches, ``estimate``
+tells what they would do by gradients."""

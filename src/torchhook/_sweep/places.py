@@ -12,8 +12,10 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
+from torchhook._recording.tables import counted
 from torchhook._values import tree
-from torchhook._values.heads import HeadAxis, NoPart, head_axis
+from torchhook._values.heads import HeadAxis, NoPart, head_axis, token_dim
+from torchhook._values.parts import refuse_other_copies
 from torchhook.errors import EditError, SelectorError, suggestion
 
 
@@ -60,9 +62,9 @@ class Heads(NamedTuple):
         return self.axis.heads
 
     def part(self, tensor: Tensor, position: int) -> Tensor:
-        dim, heads, groups, joined = self.axis
-        if not joined:
-            return tensor.select(dim, position)
+        dim, heads, groups, joined, copies = self.axis
+        if not joined:  # of a head that is repeated, all of its copies
+            return tensor.unflatten(dim, (heads, copies)).select(dim, position)  # type: ignore[no-any-return]
         # Splitting a dim is always a view.
         split: Tensor = tensor.unflatten(dim, (groups, heads, -1))
         return split.select(dim + 1, position)
@@ -74,6 +76,8 @@ class Place(NamedTuple):
     target: Target
     clean: dict[str, Tensor]
     cut: Cut
+    order: int = 0
+    """When it passed in the clean run."""
 
     @property
     def length(self) -> int:
@@ -102,6 +106,19 @@ Way = Callable[[Target, Tensor], Cut]
 """How the tensor that passes a target is cut; the error says why, where it cannot be."""
 
 
+def by_token(index: Index) -> Way:
+    """By tokens: the dim after the rows, unless the modules around say that heads are there."""
+
+    def cut(target: Target, tensor: Tensor) -> Cut:
+        try:
+            dim = token_dim(tensor.shape, known_heads(index, target), otherwise=1)
+        except NoPart as error:
+            raise EditError(f"{target.site}: {error.why} Name the dim of the tokens: dim=….") from None
+        return along(dim)(target, tensor)
+
+    return cut
+
+
 def along(dim: int) -> Way:
     """By the indices of a dim."""
 
@@ -122,11 +139,13 @@ def by_head(index: Index, named: tuple[int, int] | None) -> Way:
         if named is not None:
             return Heads(_named_axis(target, tensor, *named))
         try:
-            return Heads(head_axis(tensor.shape, known_heads(index, target)))
-        except NoPart as why:
-            text = str(why).partition(" Name the dim:")[0]
+            axis = head_axis(tensor.shape, known_heads(index, target))
+            if axis.copies > 1:
+                refuse_other_copies(tensor, axis)
+            return Heads(axis)
+        except NoPart as error:
             raise EditError(
-                f"{target.site}: {text} Name the dim and the number of heads: heads=(dim, count)."
+                f"{target.site}: {error.why} Name the dim and the number of heads: heads=(dim, count)."
             ) from None
 
     return cut
@@ -151,8 +170,21 @@ def places(target: Target, recording: Recording, leaf: str | None, way: Way | No
     for record in records:
         here = target._replace(site=site.but(call=record.call if several else None))
         leaves = _leaves(record.value, str(site), leaf)
-        found.append(Place(here, leaves, Whole() if way is None else way(here, _only(leaves, str(site)))))
+        cut = Whole() if way is None else way(here, _only(leaves, str(site)))
+        found.append(Place(here, leaves, cut, record.order))
     return found
+
+
+def too_late(found: list[Place], passed: Sequence[int]) -> list[str]:
+    """What there is to say where a patch comes after the sites that it should go through, which ``passed`` then."""
+    late = [place for place in found if all(place.order > order for order in passed)]
+    if not passed or not late:
+        return []
+    names = ", ".join(repr(str(place.target.site)) for place in late[:3]) + (", …" if len(late) > 3 else "")
+    return [
+        f"{counted(len(late), 'site')} of {len(found)} come{'s' * (len(late) == 1)} after all that through= names "
+        f"({names}): no patch there goes through it, and the metric is the corrupted run's"
+    ]
 
 
 def _leaves(value: Any, site: str, leaf: str | None) -> dict[str, Tensor]:

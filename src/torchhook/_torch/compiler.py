@@ -71,6 +71,19 @@ def _refuse_to_be_followed(kind: str, message: str) -> None:
 # As torch.compiler.assume_constant_result does, which imports the compiler: called while it follows, and not followed.
 _refuse_to_be_followed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+_SKIPS_HOOKS = "skip_nnmodule_hook_guards"
+
+
+def hook_guards() -> str:
+    """How to have compiled code see whether a module has hooks, as the end of a sentence; nothing where torch has no
+    such setting."""
+    if not hasattr(sys.modules.get("torch._dynamo.config"), _SKIPS_HOOKS):
+        return ""
+    return f", or set torch._dynamo.config.{_SKIPS_HOOKS} = False before anything is compiled"
+
+
+hook_guards._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 # -- compiled modules -------------------------------------------------------------------------------
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._torch import compiler
 from torchhook._values.subclasses import is_freed, is_partial, local
-from torchhook._values.wrappers import is_fake, is_wrapper
+from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake, is_wrapper
 
-_ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 UNREADABLE = (RuntimeError, NotImplementedError, TypeError)
 """What fake tensors raise, and layouts and subclasses that lack an operation."""
 
@@ -63,6 +62,7 @@ def readable(tensor: Tensor) -> bool:
     """Whether a tensor has elements here that torch can turn into numbers: of a DTensor, those of this rank."""
     return (
         not is_fake(tensor)
+        and not is_causal_bias(tensor)
         and tensor.dtype not in _PACKED
         and not is_freed(tensor)
         and not is_partial(tensor)  # summands are no elements
@@ -78,7 +78,7 @@ def measurable(tensor: Tensor) -> bool:
     """
     if tensor.layout != torch.strided or tensor.is_nested:
         return False
-    if type(tensor) in _ORDINARY:  # as nearly all: what can be wrong with one is asked at once
+    if type(tensor) in ORDINARY:  # as nearly all: what can be wrong with one is asked at once
         return tensor.numel() > 0 and tensor.dtype not in _PACKED and not tensor.is_meta and not is_freed(tensor)
     return readable(tensor) and local(tensor).numel() > 0
 
@@ -165,3 +165,14 @@ def floats(tensor: Tensor) -> Tensor | None:
 def widest(device: torch.device) -> torch.dtype:
     """The most exact dtype that a device computes with."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def least(dtype: torch.dtype) -> float | int:
+    """What no number of a dtype is less than.
+
+    >>> least(torch.float16), least(torch.int8), least(torch.bool)
+    (-inf, -128, 0)
+    """
+    if dtype.is_floating_point:
+        return float("-inf")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,17 +1,28 @@
-"""Where the heads of an attention lie in a value: a dim of their own, or side by side in one that they share.
+"""Which dim of a value is the heads', and which the tokens': the one place where this is decided.
 
-What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the value; where the
-two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
+Heads have a dim of their own, or lie side by side in one that they share; tokens are the dim after the rows, unless
+heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the
+value; where the two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a
+size alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
+
+# By what these compute of values of four dims, heads come before queries.
+_HEADS_FIRST = ("scaled_dot_product_attention", "softmax")
 
 
 class NoPart(ValueError):
-    """The part of a value that was asked for cannot be found in it."""
+    """The part of a value that was asked for cannot be found in it: why, and a way out."""
+
+    def __init__(self, why: str, way: str = "") -> None:
+        super().__init__(f"{why} {way}" if way else why)
+        self.why = why
 
 
 class KnownHeads(NamedTuple):
@@ -37,11 +48,35 @@ class KnownHeads(NamedTuple):
     """Whether more than one of query, key and value lie here, one after the other or head by head."""
     why_not: str = "the modules around a site are known in a session only"
     """Why heads do not lie side by side here, or are not known."""
+    heads_first: bool = False
+    """Whether heads come before tokens in values of four dims, by what is computed of them: sizes need not tell."""
+    shared: bool = False
+    """Whether these are keys or values, which a kernel may be given once for each head of queries."""
+    reduced: bool = False
+    """Whether the tokens of four dims are gone, chosen or pooled: of three that are left, dim 1 is the heads'."""
 
     @property
     def counts(self) -> tuple[int, ...]:
         """How many heads a value may have here."""
         return tuple(dict.fromkeys(count for count in (self.queries, self.keys) if count))
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether heads are dim 1 of four, whatever the sizes: by the operation, or by what else is known."""
+        return self.heads_first or self.op in _HEADS_FIRST
+
+    @property
+    def folded(self) -> int:
+        """How many heads each row has in dim 0 of a value of three dims: products may be of rows and heads as one."""
+        return self.queries or 1 if self.comes_first and not self.joined else 1
+
+    def without_tokens(self) -> KnownHeads:
+        """What is known once a transform has left one token of each row, or none."""
+        return self._replace(reduced=True)
+
+    def by_sizes(self) -> KnownHeads:
+        """What is left to know where somebody's function may have moved the dims."""
+        return self._replace(op=None, heads_first=False)
 
     def __str__(self) -> str:
         shared = f" and {self.keys} of keys and values" if self.keys not in (None, self.queries) else ""
@@ -52,14 +87,28 @@ class KnownHeads(NamedTuple):
 UNKNOWN = KnownHeads()
 
 
+Where = Callable[[], KnownHeads]
+"""Asks what is known at a site, which most values never want to know."""
+
+
+def unknown() -> KnownHeads:
+    """Outside of a session."""
+    return UNKNOWN
+
+
 class HeadAxis(NamedTuple):
-    """The dim that heads are found in, and how it is split: into ``groups`` × ``heads`` × the size of one."""
+    """The dim that heads are found in, and how it is split: into ``groups`` × ``heads`` × the size of one.
+
+    Of keys and values that were repeated for the heads of queries, a head is all of its ``copies``.
+    """
 
     dim: int
     heads: int
     groups: int = 1
     joined: bool = False
     """Whether the dim has to be split first; else it is the heads' own."""
+    copies: int = 1
+    """How often each head comes, one after the other, in a dim of its own."""
 
 
 def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
@@ -70,15 +119,16 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     (HeadAxis(dim=2, heads=4, groups=1, joined=True), 2, 1)
     """
     if not known.counts:
-        raise NoPart(f"where the heads are cannot be told: {known}. {_NAME_IT}")
+        raise NoPart(f"where the heads are cannot be told: {known}.", _NAME_IT)
     if len(shape) == 4:
         return _split(shape, known)
     if not known.joined:
-        raise NoPart(f"there are no heads in a value of shape {tuple(shape)} here: {known.why_not}. {_NAME_IT}")
+        raise NoPart(f"there are no heads in a value of shape {tuple(shape)} here: {known.why_not}.", _NAME_IT)
     return _joined(shape, known)
 
 
 _NAME_IT = "Name the dim: heads=edits.along(which, dim=…), with count=… where heads lie side by side in it."
+_NAME_POSITIONS = "Name the dim: positions=edits.along(which, dim=…)."
 
 
 def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
@@ -97,17 +147,75 @@ def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
             "before all keys: its size does not tell. Take the heads after they are split, at the operation "
             "scaled_dot_product_attention:input or softmax:input."
         )
-    raise NoPart(f"the last dim of {tuple(shape)} is no number of heads times their size: {known}. {_NAME_IT}")
+    raise NoPart(f"the last dim of {tuple(shape)} is no number of heads times their size: {known}.", _NAME_IT)
 
 
 def _split(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     fits = {dim: shape[dim] for dim in (1, 2) if shape[dim] in known.counts}
-    # By what these two compute, heads come before queries: whether sizes are equal by chance says nothing then.
-    if known.op in ("scaled_dot_product_attention", "softmax") and 1 in fits:
-        return HeadAxis(1, fits[1])
+    if known.comes_first:  # whether sizes are equal by chance says nothing then
+        fits.pop(2, None)
     if len(fits) > 1:
-        raise NoPart(f"heads may be dim 1 or dim 2 of {tuple(shape)}: {known}. {_NAME_IT}")
+        raise NoPart(f"heads may be dim 1 or dim 2 of {tuple(shape)}: {known}.", _NAME_IT)
     if not fits:
-        raise NoPart(f"neither dim 1 nor dim 2 of {tuple(shape)} is a number of heads: {known}. {_NAME_IT}")
+        raise NoPart(f"neither dim 1 nor dim 2 of {tuple(shape)} is a number of heads: {known}.", _NAME_IT)
     ((dim, count),) = fits.items()
+    keys = known.keys or count
+    # As keys and values have them themselves, whether or not the kernel at work wants them repeated.
+    if known.shared and keys < count and count % keys == 0:
+        return HeadAxis(dim, keys, copies=count // keys)
     return HeadAxis(dim, count)
+
+
+def token_dim(
+    shape: Sequence[int], known: KnownHeads, axis: HeadAxis | None = None, otherwise: int | None = None
+) -> int:
+    """Which dim of a value of this shape is that of the tokens.
+
+    >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,))
+    >>> token_dim((1, 5, 32), known), token_dim((1, 4, 5, 8), known), token_dim((1, 5, 2, 8), known)
+    (1, 2, 1)
+
+    ``axis`` is where the heads are, if somebody has said so. ``otherwise`` is for values that no attention is around,
+    and for those of two dims; without it they are refused.
+    """
+    dims = len(shape)
+    if dims == 3:
+        return 1
+    if dims == 4 and known.comes_first and axis is None:
+        return 2
+    if dims == 4 and (axis is not None or known.counts or otherwise is None):
+        try:
+            axis = head_axis(shape, known) if axis is None else axis
+        except NoPart as error:
+            why = f"which of four dims the positions are is known where the heads are, and {error.why}"
+            raise NoPart(why, _NAME_POSITIONS) from None
+        if not axis.joined and axis.dim in (1, 2):
+            return 3 - axis.dim
+    elif otherwise is not None and (dims < 3 or not known.counts):
+        return otherwise
+    raise NoPart(
+        f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(shape)}.",
+        _NAME_POSITIONS,
+    )
+
+
+def with_one_token(tensor: Tensor, known: KnownHeads) -> tuple[Tensor, KnownHeads]:
+    """``(N, heads, 1, D)`` of heads whose tokens are gone, and what is known of that; any other as it is."""
+    if tensor.dim() != 3 or not known.reduced:
+        return tensor, known
+    whole = known._replace(reduced=False, heads_first=True)
+    one = tensor.unsqueeze(2)
+    return (one, whole) if tensor.shape[1] in known.counts and has_heads(one.shape, whole) else (tensor, known)
+
+
+def has_heads(shape: Sequence[int], known: KnownHeads) -> bool:
+    """Whether four dims are surely tokens, heads and channels, and no map ``(N, C, H, W)``, which attention has, too.
+
+    >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,))
+    >>> has_heads((1, 4, 5, 8), known), has_heads((1, 32, 4, 4), known)
+    (True, False)
+    """
+    if len(shape) != 4 or not known.counts:
+        return False
+    # By two numbers that agree: a map may be as high as there are heads.
+    return known.comes_first or (any(shape[dim] in known.counts for dim in (1, 2)) and shape[3] in known.dims)

@@ -1,15 +1,14 @@
-"""What ``transforms.only`` keeps: a part of each tensor, with positions counted where padding leaves them."""
+"""Transforms that know where they are: the parts that ``transforms.only`` keeps, and any other at one site."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from torchhook._values import padding, parts, tree
-from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
+from torchhook._values.heads import KnownHeads, NoPart, Where, unknown
 from torchhook._values.padding import Known
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
@@ -21,47 +20,52 @@ class Only(ValueObject):
     rows: Any = field(default=None, kw_only=True)
     heads: Any = field(default=None, kw_only=True)
 
-    def __call__(self, value: Any) -> Any:
-        return self.kept(value, UNKNOWN)
+    asks_where = True
+    moves_dims = False
 
-    def kept(self, value: Any, known: KnownHeads) -> Any:
-        """What is kept at a site where this much is known of the heads."""
-        return tree.map_tensors(lambda tensor: self._part(tensor, known), value)
+    def __call__(self, value: Any) -> Any:
+        return self.kept(value, unknown)
+
+    def kept(self, value: Any, known: Where) -> Any:
+        """What is kept at a site where this is known of the heads."""
+        return tree.map_tensors(lambda tensor: self._part(tensor, known()), value)
 
     def _part(self, tensor: Tensor, known: KnownHeads) -> Tensor:
         try:
-            return parts.part(tensor, self.rows, self._places(tensor), self.heads, known).of(tensor)
+            return parts.part(tensor, self.rows, self._places(tensor, known), self.heads, known).of(tensor)
         except NoPart as error:
             raise TransformError(f"transforms.{self!r}: {error}") from None
 
-    def _places(self, tensor: Tensor) -> Any:
+    def _places(self, tensor: Tensor, known: KnownHeads) -> Any:
         """The positions, in each row where padding moves them to."""
-        mask = None if self.positions is None or tensor.dim() < 3 else padding.mask_of(tensor)
+        if self.positions is None or isinstance(self.positions, parts.Along) or tensor.dim() < 3:
+            return self.positions
+        if padding.known() is None:
+            return self.positions
+        mask = padding.mask_of(tensor, parts.position_dim(tensor, self.heads, known), lambda: known)
         if mask is None:
             return self.positions
         if not isinstance(self.positions, (int, list)):
             raise NoPart("where rows have padding, positions are counted in each: give an integer or a list of them.")
         return padding.places(mask, [self.positions] if isinstance(self.positions, int) else self.positions).numpy()
 
-    def placed(self, known: Callable[[], KnownHeads]) -> PlacedOnly:
-        return PlacedOnly(self, known())
-
-    def afterwards(self, known: Known | None) -> Known | None:
+    def afterwards(self, known: Known | None, heads: Where = unknown) -> Known | None:
         return known if self.positions is None and self.rows is None else None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PlacedOnly(ValueObject):
-    """The part at one site, where the modules around are known."""
+class Placed(ValueObject):
+    """A transform at one site, where the modules around are known; they are asked when a value wants it."""
 
-    transform: Only
-    known: KnownHeads
+    transform: Any
+    known: Where
 
     def __call__(self, value: Any) -> Any:
         return self.transform.kept(value, self.known)
 
     def afterwards(self, known: Known | None) -> Known | None:
-        return self.transform.afterwards(known)
+        found: Known | None = self.transform.afterwards(known, self.known)
+        return found
 
     def __repr__(self) -> str:
         return repr(self.transform)

@@ -171,7 +171,7 @@ def copied(value: Any) -> Any:
     kind: Any = type(value)
     state = attributes(value)
     for make in (kind.__new__, object.__new__):  # it refuses to be copied, or is one of a kind
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # as above
             result = make(kind)
             if result is not value and type(result) is kind:
                 return set_attributes(result, state, list(state.values()))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchhook._torch import compiler
+from torchhook._values.heads import NoPart, Where, token_dim, unknown
 from torchhook.errors import TransformError
 
 _WAY_OUT = (
@@ -219,22 +220,27 @@ def afterwards(transform: Any, padding: Known | None) -> Known | None:
     return found
 
 
-def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | None:
+def real(
+    tensor: Tensor, dims: Sequence[int], named: bool = False, time: int | None = None, heads: Where = unknown
+) -> Tensor | None:
     """Which elements to take in where ``dims`` are reduced, in a shape that fits ``tensor``; ``None`` for all.
 
     >>> with knowing(given("lengths=", [1, 2], 2)):
     ...     real(torch.zeros(2, 2, 4), [1])[..., 0].tolist()
     [[True, False], [True, True]]
 
-    ``named`` says that the user chose the dims: then the positions may be another one, which stays.
+    ``named`` says that the user chose the dims: then the positions may be another one, which stays. ``time`` is theirs,
+    where it is known; else it is the one that is as long as the mask. ``heads`` asks what is known of the heads.
     """
     padding = known()
     if padding is None or not dims:
         return None
     rows, shape = len(tensor), tensor.shape
     reduced = [dim % tensor.dim() for dim in dims]
-    time = [dim for dim in reduced if dim and padding.fits(rows, shape[dim])]
-    others = [dim for dim in range(1, tensor.dim()) if padding.fits(rows, shape[dim])] if not time else []
+    if time is not None:
+        return _spread(_at(padding, tensor, time, heads), tensor, time) if time in reduced else None
+    fitting = [dim for dim in reduced if dim and padding.fits(rows, shape[dim])]
+    others = [dim for dim in range(1, tensor.dim()) if padding.fits(rows, shape[dim])] if not fitting else []
     if others and named:
         return None
     if others:
@@ -243,19 +249,37 @@ def real(tensor: Tensor, dims: Sequence[int], named: bool = False) -> Tensor | N
             f"dim {reduced[0]} would be reduced: say dims={others[0]}."
         )
     found: Tensor | None = None
-    for dim in time or reduced[:1]:
-        mask = padding.at(rows, shape[dim])  # says what is wrong if no dim fits
-        if mask is not None:
-            one = mask.reshape([size if i in (0, dim) else 1 for i, size in enumerate(shape)])
+    for dim in fitting or reduced[:1]:
+        one = _spread(_at(padding, tensor, dim, heads), tensor, dim)  # says what is wrong if no dim fits
+        if one is not None:
             found = one if found is None else found & one
+    return found
+
+
+def _spread(mask: Tensor | None, tensor: Tensor, dim: int) -> Tensor | None:
+    """A mask of rows and ``dim`` in a shape that fits ``tensor``, where that is."""
+    if mask is None:
+        return None
+    spread = mask.reshape([size if i in (0, dim) else 1 for i, size in enumerate(tensor.shape)])
     # From the host, where it was checked; the device need not be waited for.
-    return None if found is None else found.to(tensor.device, non_blocking=True)
+    return spread.to(tensor.device, non_blocking=True)
 
 
-def mask_of(tensor: Tensor) -> Tensor | None:
-    """The mask ``(N, T)``, on the host, of a value ``(N, T, ...)``; ``None`` if every position is real."""
+def mask_of(tensor: Tensor, dim: int = 1, heads: Where = unknown) -> Tensor | None:
+    """The mask ``(N, T)``, on the host, of a value whose positions are ``dim``; ``None`` if every position is real."""
     padding = known()
-    return None if padding is None else padding.at(len(tensor), tensor.shape[1])
+    return None if padding is None else _at(padding, tensor, dim, heads)
+
+
+def _at(padding: Known, tensor: Tensor, dim: int, heads: Where) -> Tensor | None:
+    """The mask of ``dim``; of a product of three dims, in which each row comes once for every head."""
+    rows, width = len(tensor), tensor.shape[dim]
+    if tensor.dim() == 3 and not padding.fits(rows, width):
+        times = heads().folded
+        if rows % times == 0 and padding.fits(rows // times, width):
+            mask = padding.at(rows // times, width)
+            return None if mask is None else mask.repeat_interleave(times, 0)
+    return padding.at(rows, width)
 
 
 def places(mask: Tensor, positions: Sequence[int]) -> Tensor:
@@ -276,3 +300,38 @@ def places(mask: Tensor, positions: Sequence[int]) -> Tensor:
             f"tokens at {list(positions)}: row {row} of the batch has {int(counts[row])} that are not padding."
         )
     return order.gather(1, wanted)
+
+
+# -- tokens that a transform is about --------------------------------------------------------------------
+
+
+def dim_of_tokens(tensor: Tensor, heads: Where, name: str) -> int:
+    """The dim of the tokens; dim 1 where no attention is around."""
+    if tensor.dim() == 3:  # as nearly always: nobody need be asked
+        return 1
+    try:
+        return token_dim(tensor.shape, heads(), otherwise=1)
+    except NoPart as error:
+        way = "Put them next to the rows first, by a function before it: lambda value: value.transpose(1, 2)."
+        raise TransformError(f"{name}: {error.why} {way}") from None
+
+
+def padding_along(tensor: Tensor, dims: Sequence[int] | None, heads: Where, name: str) -> tuple[Tensor | None, int]:
+    """The mask of a value's tokens, and their dim; no mask where that is none of ``dims``, which are all for ``None``.
+
+    >>> with knowing(given("lengths=", [1, 2], 2)):
+    ...     padding_along(torch.zeros(2, 2, 4), [1], unknown, "pool")[0].tolist()
+    [[True, False], [True, True]]
+    """
+    if tensor.dim() < 3 or known() is None:
+        return None, 1
+    time = dim_of_tokens(tensor, heads, name)
+    asked = dims is None or time in {dim % tensor.dim() for dim in dims}
+    return (mask_of(tensor, time, heads) if asked else None), time
+
+
+def unpadded(tensor: Tensor, mask: Tensor, time: int) -> list[Tensor]:
+    """Each row as a batch of its own, without its padding."""
+    # From the host: the device need not be waited for.
+    places = [row.nonzero().squeeze(1).to(tensor.device, non_blocking=True) for row in mask]
+    return [tensor[i : i + 1].index_select(time, places[i]) for i in range(len(tensor))]

@@ -7,6 +7,7 @@ each row, of integers or of booleans. Dims stay: an integer chooses a part of si
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis
-from torchhook._values.value_object import ValueObject
-from torchhook._values.wrappers import faked_like
+from torchhook._torch import compiler
+from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis, token_dim
+from torchhook._values.value_object import ValueObject, same
+from torchhook._values.wrappers import faked_like, is_fake
 
 Array = np.ndarray[Any, Any]
 Which = Any
@@ -94,6 +96,8 @@ class Part:
     """The same memory with heads in a dim of their own, or rows and positions first."""
     index: tuple[Any, ...]
     shape: tuple[int, ...]
+    copies: tuple[Callable[[Tensor], Tensor], ...] = ()
+    """The same for further copies of the heads, which have to stay alike."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor, as one of its own."""
@@ -103,7 +107,8 @@ class Part:
     def put(self, tensor: Tensor, new: Tensor) -> Tensor:
         """A copy of the tensor with another part; autograd follows both."""
         result = tensor.clone()
-        self.arranged(result)[self.index] = new
+        for arranged in (self.arranged, *self.copies):
+            arranged(result)[self.index] = new
         return result
 
     def fitted(self, new: Any, part: Tensor) -> Any:
@@ -138,7 +143,8 @@ def part(
     added = 0 if axis is None or not axis.joined else 1 + (axis.groups > 1)
     dims: dict[str, int] = {}
     if rows is not None or _has_lines(positions):
-        dims["rows"] = _named(rows, tensor, "rows", 0)
+        # A line for each of what is in dim 0 leaves no doubt.
+        dims["rows"] = 0 if rows is None else _named(rows, tensor, "rows", lambda: _row_dim(tensor, known))
     if positions is not None:
         dims["positions"] = _named(positions, tensor, "positions", lambda: _position_dim(tensor, axis, known))
     if (axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1) or len({*dims.values()}) != len(dims):
@@ -148,16 +154,19 @@ def part(
     if axis is not None:
         dims["heads"] = axis.dim + (axis.joined and axis.groups > 1)
     shape = list(tensor.shape)
+    if axis is not None and axis.copies > 1:
+        refuse_other_copies(tensor, axis)
+        shape[axis.dim] = axis.heads
     if axis is not None and axis.joined:
         sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, shape[axis.dim] // (axis.groups * axis.heads)]
         shape[axis.dim : axis.dim + 1] = sizes
     chosen = {"rows": rows, "positions": positions, "heads": heads}
     found = {dim: _index(_which(chosen[name]), shape[dim], name, known) for name, dim in dims.items()}
-    split = _identity if axis is None or not axis.joined else _splitting(axis)
     lines = dims.get("positions") if _has_lines(positions) else None
-    arranged, index_ = _arranged(found, shape, dims.get("rows"), lines, split)
+    arranged, index_ = _arranged(found, shape, dims.get("rows"), lines)
     placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
-    return Part(arranged, placed, tuple(tensor.shape))
+    first, *others = (_then(view, arranged) for view in _views(axis))
+    return Part(first, placed, tuple(tensor.shape), tuple(others))
 
 
 def _which(chosen: Which) -> Any:
@@ -175,9 +184,9 @@ def _placed(numbers: Array, tensor: Tensor) -> Tensor:
     return faked_like(index, tensor).to(tensor.device, non_blocking=True)
 
 
-def _named(chosen: Which, tensor: Tensor, name: str, default: int | Callable[[], int]) -> int:
+def _named(chosen: Which, tensor: Tensor, name: str, default: Callable[[], int]) -> int:
     if not isinstance(chosen, Along):
-        dim = default if isinstance(default, int) else default()
+        dim = default()
         if dim >= tensor.dim():
             raise NoPart(f"{name} would be dim {dim} of a value of shape {tuple(tensor.shape)}.")
         return dim
@@ -204,31 +213,76 @@ def _head_axis(tensor: Tensor, heads: Which, known: KnownHeads) -> HeadAxis:
     return HeadAxis(dim, heads.count, joined=True)
 
 
+def _row_dim(tensor: Tensor, known: KnownHeads) -> int:
+    """The dim of the rows; a product of three dims has the heads of all rows there, one after the other."""
+    if tensor.dim() == 3 and known.folded > 1:
+        raise NoPart(
+            f"rows and heads share a dim in a value of shape {tuple(tensor.shape)} here: {known}.",
+            "Name it: rows=edits.along(which, dim=0) counts the heads of all rows.",
+        )
+    return 0
+
+
+def position_dim(tensor: Tensor, heads: Which, known: KnownHeads) -> int:
+    """The dim that positions are chosen in, where no other one is named."""
+    return _position_dim(tensor, None if heads is None else _head_axis(tensor, heads, known), known)
+
+
 def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads) -> int:
-    """The dim of the tokens: after the rows, unless the heads are there."""
-    dims = tensor.dim()
-    if dims == 3 or (dims == 2 and not tensor.is_floating_point()):  # of (N, D) a feature would be taken for a token
-        return 1
-    if dims == 4:
-        try:
-            axis = head_axis(tensor.shape, known) if axis is None else axis
-        except NoPart as error:
-            raise NoPart(f"which of four dims the positions are is known where the heads are, and {error}") from None
-        if not axis.joined and axis.dim in (1, 2):
-            return 3 - axis.dim
-    raise NoPart(
-        f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(tensor.shape)}. Name the "
-        "dim: positions=edits.along(which, dim=…)."
-    )
+    """The dim of the tokens; of (N, D) a feature would be taken for one, but not of whole numbers."""
+    ids = tensor.dim() == 2 and not tensor.is_floating_point()
+    return 1 if ids else token_dim(tensor.shape, known, axis)
 
 
-def _splitting(axis: HeadAxis) -> Callable[[Tensor], Tensor]:
-    sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, -1]
-    return lambda tensor: tensor.unflatten(axis.dim, sizes)
+def _views(axis: HeadAxis | None) -> list[Callable[[Tensor], Tensor]]:
+    """A tensor with heads in a dim of their own; of repeated heads one view for each time."""
+    if axis is None or (not axis.joined and axis.copies == 1):
+        return [_identity]
+    if axis.joined:
+        sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, -1]
+        return [lambda tensor: tensor.unflatten(axis.dim, sizes)]
+    return [functools.partial(_copy, axis, copy) for copy in range(axis.copies)]
+
+
+def _copy(axis: HeadAxis, copy: int, tensor: Tensor) -> Tensor:
+    view: Tensor = tensor.unflatten(axis.dim, (axis.heads, axis.copies)).select(axis.dim + 1, copy)
+    return view
+
+
+def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
+    """A head that is repeated is one head only as long as all of its copies are the same."""
+    if is_fake(tensor) or compiler.in_trace():
+        return
+    first = _copy(axis, 0, tensor)
+    for copy in range(1, axis.copies):
+        if not same(first, _copy(axis, copy, tensor)):
+            raise NoPart(
+                f"this value of shape {tuple(tensor.shape)} has {axis.heads} heads of keys or values, each of them "
+                f"{axis.copies} times for the heads of queries, and these differ: as gradients do, or after an edit of "
+                "some of them.",
+                "Name the dim: heads=edits.along(which, dim=1) counts them as they are here.",
+            )
+
+
+def once_each(tensor: Tensor, known: KnownHeads, check: bool = True) -> Tensor:
+    """Keys and values with each of their heads once, however often a kernel is given them; any other as it is.
+
+    ``check`` that copies are the same makes the host wait for a GPU.
+    """
+    axis = head_axis(tensor.shape, known) if known.shared and tensor.dim() == 4 else None
+    if axis is None or axis.copies == 1:
+        return tensor
+    if check:
+        refuse_other_copies(tensor, axis)
+    return _copy(axis, 0, tensor)
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _then(view: Callable[[Tensor], Tensor], arranged: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return view if arranged is _identity else lambda tensor: arranged(view(tensor))
 
 
 # -- from choices to an index ---------------------------------------------------------------------------------------
@@ -294,16 +348,15 @@ def _arranged(
     shape: Sequence[int],
     rows: int | None,
     lines: int | None,
-    split: Callable[[Tensor], Tensor],
 ) -> tuple[Callable[[Tensor], Tensor], tuple[slice | Array, ...]]:
-    """How to lay a tensor out, and the index into that."""
+    """How to lay a tensor out, whose heads have a dim of their own, and the index into that."""
     if all(isinstance(one, slice) for one in found.values()):
-        return split, tuple(found.get(dim, slice(None)) for dim in range(max(found) + 1))
+        return _identity, tuple(found.get(dim, slice(None)) for dim in range(max(found) + 1))
     numbers = {dim: np.arange(shape[dim])[one] if isinstance(one, slice) else one for dim, one in found.items()}
     for dim in range(max(found)):
         numbers.setdefault(dim, np.arange(shape[dim]))
     if lines is None or rows is None:
-        return split, tuple(_along(numbers[dim], [dim], len(numbers)) for dim in sorted(numbers))
+        return _identity, tuple(_along(numbers[dim], [dim], len(numbers)) for dim in sorted(numbers))
     given = numbers[lines]
     if len(given) != shape[rows]:
         raise NoPart(f"positions have {len(given)} lines, and there are {shape[rows]} rows: give one line for each.")
@@ -311,14 +364,14 @@ def _arranged(
     if given.dtype != bool:
         placed = {dim: _along(one, [dim], len(numbers)) for dim, one in numbers.items() if dim != lines}
         placed[lines] = _along(given if rows < lines else given.T, sorted((rows, lines)), len(numbers))
-        return split, tuple(placed[dim] for dim in sorted(placed))
+        return _identity, tuple(placed[dim] for dim in sorted(placed))
     # Of a mask each row may have another number: rows and positions come first and together, as torch has it.
     at, positions = given.nonzero()
     others = [dim for dim in sorted(numbers) if dim not in (rows, lines)]
     order = [rows, lines, *others, *range(max(numbers) + 1, len(shape))]
     together = [_along(one, [0], len(others) + 1) for one in (numbers[rows][at], positions)]
     apart = [_along(numbers[dim], [place], len(others) + 1) for place, dim in enumerate(others, 1)]
-    return lambda tensor: split(tensor).permute(order), (*together, *apart)
+    return lambda tensor: tensor.permute(order), (*together, *apart)
 
 
 def _along(numbers: Array, dims: Sequence[int], total: int) -> Array:

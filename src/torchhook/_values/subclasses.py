@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._values.wrappers import faked_like, plain
-
-_PLAIN = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
+from torchhook._values.wrappers import ORDINARY, faked_like, plain
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -24,7 +22,7 @@ def is_distributed(tensor: Tensor) -> bool:
     False
     """
     # Known by what it has: importing DTensor only to ask takes a second, and may not be possible at all.
-    return type(tensor) not in _PLAIN and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    return type(tensor) not in ORDINARY and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
 def is_partial(tensor: Tensor) -> bool:
@@ -47,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
     >>> local(torch.ones(3))
     tensor([1., 1., 1.])
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in ORDINARY:
         return tensor
     if is_distributed(tensor):
         return local(tensor.to_local())  # type: ignore[attr-defined]

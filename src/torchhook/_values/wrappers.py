@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchhook import _torch
 
-_ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
+ORDINARY = Tensor, torch.nn.Parameter  # no set: the compiler of torch 2.6 cannot look into one
 _INTEGERS = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 # What a class may raise that has no answer to an operation.
 _NO_ANSWER = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
@@ -34,10 +34,32 @@ def faked_like(tensor: Tensor, other: Tensor) -> Tensor:
     return found
 
 
+def is_causal_bias(tensor: Tensor) -> bool:
+    """Whether a tensor is a mask of ``torch.nn.attention.bias``, which says what it means; its memory holds nothing."""
+    # By name: importing the class takes seconds, unless the model has done it.
+    return type(tensor) not in ORDINARY and any(kind.__name__ == "CausalBias" for kind in type(tensor).__mro__)
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor answers operations by itself, so that its memory is not its numbers, or is none."""
     kind = type(tensor)
-    return kind not in _ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not tensor.is_nested
+    return kind not in ORDINARY and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not tensor.is_nested
+
+
+def carrying(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor with what its class keeps beside the numbers, which torch's own copies lose.
+
+    >>> class Tagged(Tensor): ...
+    >>> tagged = torch.ones(2).as_subclass(Tagged)
+    >>> tagged.tag = "input"
+    >>> hasattr(tagged.clone(), "tag"), carrying(tagged.clone(), tagged).tag
+    (False, 'input')
+    """
+    # A wrapper answers by itself, and has made a copy as it should be.
+    if type(copy) is type(tensor) and not is_wrapper(tensor):
+        for name, value in vars(tensor).items():
+            vars(copy).setdefault(name, value)
+    return copy
 
 
 def plain(tensor: Tensor) -> Tensor | None:
@@ -49,10 +71,10 @@ def plain(tensor: Tensor) -> Tensor | None:
     >>> plain(torch.ones(2, device="meta")) is None
     True
     """
-    if is_fake(tensor):
+    if is_fake(tensor) or is_causal_bias(tensor):
         return None
     if not is_wrapper(tensor):
-        return tensor if type(tensor) in _ORDINARY or tensor.is_nested else tensor.as_subclass(Tensor)
+        return tensor if type(tensor) in ORDINARY or tensor.is_nested else tensor.as_subclass(Tensor)
     with torch.no_grad():
         for way in (_dequantized, _copied):
             try:

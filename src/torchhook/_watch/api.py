@@ -279,7 +279,11 @@ class Watch(Openable):
         return table
 
     def __repr__(self) -> str:
-        state = "not open yet" if self._life == "made" else f"{self._life}, {len(self._engine.history)} snapshots"
+        state = (
+            "not open yet"
+            if self._life == "made"
+            else f"{self._life}, {counted(len(self._engine.history), 'snapshot')}"
+        )
         return f"<watch of {counted(self._sites, 'site')}: {state}>"
 
     def __str__(self) -> str:

@@ -19,8 +19,10 @@ from torchhook.edits.catalogue import add, at, clamp, mean, noise, patch, replac
 from torchhook.edits.changing import check as check
 from torchhook.edits.protocol import Edit
 from torchhook.edits.protocol import EditSite as EditSite
+from torchhook.edits.protocol import StepsToCome as StepsToCome
 from torchhook.edits.protocol import asks_step as asks_step
 from torchhook.edits.protocol import placed as placed
+from torchhook.edits.protocol import steps_to_come as steps_to_come
 from torchhook.edits.where import along, only
 
 __all__ = [

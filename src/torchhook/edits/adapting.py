@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torchhook._values.heads import KnownHeads
 from torchhook._values.parts import Part
 from torchhook._values.value_object import shown
 from torchhook.edits.changing import check
-from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
 from torchhook.errors import EditError
 
 
@@ -58,6 +59,9 @@ class Steps(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return Steps(tuple(placed(step, site, known) for step in self.steps))
+
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        return chain.from_iterable(map(steps_to_come, self.steps))
 
     def within(self, part: Part, whole: Tensor) -> Edit:
         return Steps(tuple(within(step, part, whole) for step in self.steps))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook import _torch
@@ -22,7 +22,7 @@ from torchhook._values import parts
 from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis
 from torchhook._values.parts import Along, Which
 from torchhook._values.tree import Inputs
-from torchhook._values.wrappers import is_fake
+from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake
 from torchhook.edits.protocol import CataloguedEdit, Edit
 from torchhook.errors import EditError
 
@@ -71,11 +71,11 @@ class Block(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         # Before anything runs: at another place there is nothing to cut.
-        if site.port != "input" or site.op not in _WAYS:
-            ways = " or ".join(repr(f"{site.path}/{op}:input") for op in _WAYS)
+        if site.port != "input" or site.op not in _WAYS or site.leaf:
+            place = site.place.every_call.shown
             raise EditError(
-                f"{site.shown}: edits.block cuts attention where it is computed, at {ways}, whichever the module "
-                "calls; th.ops(model, inputs) shows it."
+                f"{site.shown}: edits.block cuts attention where it is computed, and this is "
+                f"{place if site.role else 'another place'}. Name {_advice(site)}."
             )
         return _Placed(self, known())
 
@@ -125,6 +125,14 @@ class _Placed(CataloguedEdit):
         return repr(self.edit)
 
 
+def _advice(site: Site) -> str:
+    """Which address to write instead: the one there is, or what it looks like where the site says nothing of it."""
+    if site.op in _WAYS:
+        return f"all that the call takes: {f'{site.path}/{site.op}:input'!r}"
+    ways = ", ".join(repr(f"…/{op}:input") for op in _WAYS)
+    return f"the call in the module that attends, one of {ways}: th.ops(model, inputs) shows which it is"
+
+
 # -- the ways in which models attend ----------------------------------------------------------------------------------
 
 
@@ -157,9 +165,9 @@ def _both(mask: Tensor, allowed: Tensor) -> Tensor:
 
 def _plain(mask: Tensor | None, device: torch.device) -> Tensor | None:
     """A mask as its numbers: a subclass may hold none, and say what it means to the kernel alone."""
-    if mask is None or type(mask) in (Tensor, nn.Parameter):
+    if mask is None or type(mask) in ORDINARY:
         return mask
-    if any(kind.__name__ == "CausalBias" for kind in type(mask).__mro__):
+    if is_causal_bias(mask):
         return _torch.materialized(mask, device)
     raise NoPart(f"attn_mask is a {type(mask).__name__}, whose numbers may not be the mask that the kernel uses.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
-from torchhook._values.heads import KnownHeads
+from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart, token_dim
 from torchhook._values.parts import Part
 from torchhook._values.subclasses import placed_like
 from torchhook._values.wrappers import faked_like, is_fake, like
@@ -29,7 +29,7 @@ from torchhook.edits.changing import (
     with_nested,
     with_recorded,
 )
-from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
 from torchhook.errors import EditError
 
 
@@ -166,12 +166,13 @@ def patch(
     *,
     mask: Tensor | None = None,
     source: str | None = None,
-    dim: int = 1,
+    dim: int | None = None,
 ) -> Edit:
     """Put in what ``recording`` holds for this site and call: activation patching.
 
-    ``positions`` restricts it to some indices of ``dim`` (the tokens of a batch-first sequence), ``mask`` to where a
-    boolean tensor is true. ``source`` takes the value of another site instead.
+    ``positions`` restricts it to some tokens, ``mask`` to where a boolean tensor is true. ``source`` takes the value of
+    another site instead. Tokens are dim 1, and where the modules around say that heads are there (``@q``, ``@k``,
+    ``@v``, what attention takes and gives), dim 2; ``dim`` names another one, whose indices ``positions`` then are.
     """
     if positions is not None and mask is not None:
         raise ValueError("edits.patch takes positions= or mask=, not both.")
@@ -185,9 +186,16 @@ class _Patch(CataloguedEdit):
     _: KW_ONLY
     mask: Tensor | None = None
     source: str | None = None
-    dim: int = 1
+    dim: int | None = None
 
     def __call__(self, value: Any, site: Site) -> Any:
+        return self.apply(value, site, UNKNOWN)
+
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        return self if self.positions is None or self.dim is not None else _PlacedPatch(self, known())
+
+    def apply(self, value: Any, site: Site, known: KnownHeads) -> Any:
+        """Patch a value at a site where this much is known of the heads."""
         here = site if site in self.recording else site.every_call  # one recorded call serves them all
         recorded = self.recording[here if self.source is None else self.source]
         if self.positions is None and self.mask is None:
@@ -203,26 +211,31 @@ class _Patch(CataloguedEdit):
                 raise mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
             if self.mask is not None:
                 return torch.where(placed_like(self.mask.to(tensor.device), tensor), new, tensor)
-            index: list[Any] = [slice(None)] * tensor.dim()
-            chosen = self.positions
-            # torch would make an ordinary tensor of a list, which no fake tensor takes.
-            as_tensor = is_fake(tensor) and isinstance(chosen, (list, tuple))
-            index[self.dim] = faked_like(torch.as_tensor(chosen), tensor) if as_tensor else chosen
-            result = tensor.clone()
-            result[tuple(index)] = new[tuple(index)]
-            return result
+            return self._mixed(tensor, new, self._dim(tensor, site, known))
 
         return change_one(mix, value, site, "patch")
 
-    def within(self, part: Part, whole: Tensor) -> Edit:
-        # As the whole it is compared with what was recorded; the part may have been changed by an edit before.
-        def patched(value: Any, site: Site) -> Any:
-            before = part.put(whole, value)
-            after = self(before, site)
-            check(before, after, site)
-            return part.of(after)
+    def _dim(self, tensor: Tensor, site: Site, known: KnownHeads) -> int:
+        if self.dim is not None:
+            return self.dim
+        try:
+            return token_dim(tensor.shape, known, otherwise=1)
+        except NoPart as error:
+            way = "Name the dim of the tokens: dim=…."
+            raise EditError(f"{site.shown}: edits.patch(…, positions=…): {error.why} {way}") from None
 
-        return patched
+    def _mixed(self, tensor: Tensor, new: Tensor, dim: int) -> Tensor:
+        index: list[Any] = [slice(None)] * tensor.dim()
+        chosen = self.positions
+        # torch would make an ordinary tensor of a list, which no fake tensor takes.
+        as_tensor = is_fake(tensor) and isinstance(chosen, (list, tuple))
+        index[dim] = faked_like(torch.as_tensor(chosen), tensor) if as_tensor else chosen
+        result = tensor.clone()
+        result[tuple(index)] = new[tuple(index)]
+        return result
+
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        return _patched_within(self, part, whole)
 
     def parts(self) -> dict[str, Any]:
         records = [(record.site.parts, record.call, record.value) for record in self.recording.records()]
@@ -230,6 +243,34 @@ class _Patch(CataloguedEdit):
 
     def __hash__(self) -> int:  # the recording may still be filling
         return hash((_Patch, self.source, self.dim))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _PlacedPatch(CataloguedEdit):
+    """A patch of tokens in a session, where the modules around are known."""
+
+    edit: _Patch
+    known: KnownHeads
+
+    def __call__(self, value: Any, site: Site) -> Any:
+        return self.edit.apply(value, site, self.known)
+
+    def within(self, part: Part, whole: Tensor) -> Edit:
+        return _patched_within(self, part, whole)
+
+    def __repr__(self) -> str:
+        return repr(self.edit)
+
+
+def _patched_within(patch: Edit, part: Part, whole: Tensor) -> Edit:
+    # As the whole it is compared with what was recorded; the part may have been changed by an edit before.
+    def patched(value: Any, site: Site) -> Any:
+        before = part.put(whole, value)
+        after = patch(before, site)
+        check(before, after, site)
+        return part.of(after)
+
+    return patched
 
 
 def at(leaf: str, edit: Callable[..., Any]) -> Edit:
@@ -262,6 +303,9 @@ class At(CataloguedEdit):
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
         return At(self.leaf, placed(self.edit, site, known))
+
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        return steps_to_come(self.edit)
 
 
 KINDS = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch, At)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -48,6 +48,15 @@ class EditSite(Site):
         return None if now is None else now.step
 
 
+class StepsToCome(NamedTuple):
+    """Steps of a generation that an edit was for, and that it never saw."""
+
+    which: str
+    """As one would name them: "step 3"."""
+    last: int | None
+    """The last that it saw; ``None`` if it was never called."""
+
+
 class CataloguedEdit(ValueObject):
     """Base of the edits that come with the library; what they hold may be other edits."""
 
@@ -65,6 +74,10 @@ class CataloguedEdit(ValueObject):
         """The same edit for one site, told what is known of the heads there; only some want to know."""
         return self
 
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        """What a placed edit, or those that it holds, have waited for in vain."""
+        return iter(())
+
     def within(self, part: Part, whole: Tensor) -> Edit:
         """The same edit for a part of a tensor: what it holds for the whole of it is taken at that part."""
         return self
@@ -73,6 +86,11 @@ class CataloguedEdit(ValueObject):
 def asks_step(edit: Edit) -> bool:
     """As ``CataloguedEdit.asks_step``, for any edit."""
     return isinstance(edit, CataloguedEdit) and edit.asks_step
+
+
+def steps_to_come(edit: Edit) -> Iterator[StepsToCome]:
+    """As ``CataloguedEdit.steps_to_come``, for any edit."""
+    return edit.steps_to_come() if isinstance(edit, CataloguedEdit) else iter(())
 
 
 def placed(edit: Edit, site: Site, known: Callable[[], KnownHeads]) -> Edit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchhook._values.parts import Along, Part, Which
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
-from torchhook.edits.protocol import CataloguedEdit, Edit, asks_step, placed
+from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
 from torchhook.errors import EditError
 
 
@@ -40,17 +40,19 @@ def only(
 
     Args:
         edit: One of the catalogue, a function of a value, or a list of these.
-        positions: Which tokens of this call: dim 1 of ``(N, T, D)``. A table with a line for each row of the batch
-            chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``, for which the edit sees
-            ``x[mask]``. While a model generates, a call after the first holds the new token alone: add ``steps=0`` for
-            positions of the prompt.
+        positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first. A table
+            with a line for each row of the batch chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``,
+            for which the edit sees ``x[mask]``. While a model generates, a call after the first holds the new token
+            alone: add ``steps=0`` for positions of the prompt.
         rows: Which rows of the batch, dim 0.
-        heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. In the output
-            of a projection that makes heads, and in the input of the one that joins them, they are split off the last
-            dim, and the edit sees ``(N, T, heads, size)``; where query, key and value are in one,
+        heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. At ``@k`` and
+            ``@v`` they are counted as keys and values have them, also where a kernel is given each of them once for
+            every head of queries: the edit sees it once, and all of its copies are changed alike. In the output of a
+            projection that makes heads, and in the input of the one that joins them, they are split off the last dim,
+            and the edit sees ``(N, T, heads, size)``; where query, key and value are in one,
             ``(N, T, 3, heads, size)``. In values of four dims they are the dim that has as many.
         steps: Which steps of a generation: 0 is the prompt, 1 the first token after it. A pass outside of one is
-            step 0.
+            step 0. Steps that never come are told of when the block ends (``NeverRanWarning``).
     """
     chosen = {
         "positions": parts.choice(positions, "positions", lines=True),
@@ -94,7 +96,7 @@ class Only(CataloguedEdit):
         return self.apply(value, site, UNKNOWN)
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
-        return _Placed(replace(self, edit=placed(self.edit, site, known)), known())
+        return _Placed(replace(self, edit=placed(self.edit, site, known)), known(), set())
 
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
@@ -151,13 +153,23 @@ class _Placed(CataloguedEdit):
 
     edit: Only
     known: KnownHeads
+    seen: set[int]
+    """The steps in which it was called."""
 
     def __call__(self, value: Any, site: Site) -> Any:
+        if self.edit.steps is not None:
+            self.seen.add(_step())
         return self.edit.apply(value, site, self.known)
 
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
         return self.edit.changes_call
+
+    def steps_to_come(self) -> Iterator[StepsToCome]:
+        if self.edit.steps is not None and (left := _never_came(self.edit.steps, self.seen)):
+            yield StepsToCome(left, max(self.seen, default=None))
+        else:
+            yield from steps_to_come(self.edit.edit)
 
     def __repr__(self) -> str:
         return repr(self.edit)
@@ -187,6 +199,15 @@ def _checked_steps(steps: Any) -> Any:
     if any(end is not None and end < 0 for end in ends) or (isinstance(steps, slice) and (steps.step or 1) < 1):
         raise ValueError(f"steps={steps!r}: the last step is not known while a model generates; count from 0.")
     return steps
+
+
+def _never_came(steps: int | slice | list[int], seen: set[int]) -> str:
+    """The steps that were waited for, as one would name them; nothing, if they came. Of a slice, one is enough."""
+    if isinstance(steps, slice):
+        ends = ":".join("" if end is None else str(end) for end in (steps.start, steps.stop))
+        return "" if any(_is_chosen(steps, step) for step in seen) else f"steps {ends}"
+    left = [step for step in (steps if isinstance(steps, list) else [steps]) if step not in seen]
+    return f"step{'s' * (len(left) > 1)} {', '.join(map(str, left))}" if left else ""
 
 
 def _is_chosen(steps: int | slice | list[int], step: int) -> bool:

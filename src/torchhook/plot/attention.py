@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from torchhook._recording.tables import counted
 from torchhook._values.images import pixels
 from torchhook._values.layout import guess, over_image
 from torchhook.plot import style
@@ -17,6 +18,7 @@ from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, n
 _LETTER = 0.62 / 72  # the width of a monospaced letter in inches, for each point of its size
 _LINE = 2.5 / 72
 _PAGE = 12  # inches
+_SLIM, _FLAT = 0.6, 0.25  # the least width of a panel by its height, and the least height by its width
 _WORD = "#1f2430"  # on a patch of color of its own, which is light on any background
 
 
@@ -43,19 +45,15 @@ def attention(
     >>> figure = attention(torch.rand(1, 3, 9, 9).softmax(-1))
 
     Takes what ``th.attention`` returns, with the one of its ``sites`` to show, a map (batch × heads × queries × keys),
-    or a rollout (batch × queries × keys). ``tokens`` names queries and keys; with ``query`` the words themselves are
-    shaded by how much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
+    or a rollout (batch × queries × keys). Where there is one query, as in a step of a generation, or ``query`` chooses
+    one, each head is a line. ``tokens`` names queries and keys; with ``query`` the words themselves are shaded by how
+    much that query looks at them. ``image`` draws what ``query`` (the class token, unless said otherwise)
     looks at over the image; ``grid`` is that of the patches, where their number and the image do not tell it. ``heads``
     picks some heads, or one. Tokens at the ends that no query looks at are padding, and left out unless ``padding``
     keeps them.
     """
     value = one(source, sites)
-    weights = _weights(value, sample)
-    # By ``number`` and not isinstance: a head may be counted by numpy or torch.
-    wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
-    shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
-    labels = [f"head {h}" if len(weights) > 1 else "" for h in shown]
-    weights = weights[shown]
+    weights, labels = _chosen_heads(_weights(value, sample), heads)
     if query is not None and not -weights.shape[1] <= query < weights.shape[1]:
         raise IndexError(f"query={query}: there are {weights.shape[1]}.")
     cut = slice(None) if padding or image is not None else _real(weights)
@@ -66,11 +64,12 @@ def attention(
         figure = _on_image(weights, labels, image, sample, query, grid, cmap, alpha, ax, fig)
     elif tokens is not None and query is not None:
         figure = _on_words(weights, labels, tokens, query, ax, fig)
+    elif query is not None or weights.shape[1] == 1:
+        figure = _lines(weights[:, query or 0], labels, tokens, cmap, ax, fig)
     else:
         figure = _grid(weights, labels, tokens, cmap, ax, fig)
-    head = value.name if title is None else title
-    if weights.shape[2] < whole and title is None:
-        head = " · ".join(part for part in (head, f"{weights.shape[2]} of {whole} tokens, without padding") if part)
+    left = f"{weights.shape[2]} of {whole} tokens, without padding" if weights.shape[2] < whole else ""
+    head = " · ".join(part for part in (value.name, left) if part) if title is None else title
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -91,6 +90,14 @@ def _weights(value: Value, sample: int) -> Array:
         raise IndexError(f"sample={sample}: there are {len(tensor)}.")
     array: Array = tensor[sample].numpy()
     return array
+
+
+def _chosen_heads(weights: Array, heads: int | Sequence[int] | None) -> tuple[Array, list[str]]:
+    """The maps of some heads, and what these are called."""
+    # By ``number`` and not isinstance: a head may be counted by numpy or torch.
+    wanted = range(len(weights)) if heads is None else [heads] if number(heads) is not None else heads
+    shown = chosen(cast("Sequence[int]", wanted), len(weights), "heads")
+    return weights[shown], [f"head {h}" if len(weights) > 1 else "" for h in shown]
 
 
 def _real(weights: Array) -> slice:
@@ -118,21 +125,63 @@ def _cut(weights: Array, cut: slice, query: int | None) -> tuple[Array, int | No
     return kept[:, cut], query
 
 
+def _lines(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap: str, ax: Any, fig: Any) -> Any:
+    """What one query looks at: heads × keys."""
+    heads, keys = weights.shape
+    _check_names(tokens, keys)
+    width, height = min(max(0.22 * keys + 1.6, 4.2), _PAGE), 0.24 * heads + (0.9 if tokens is None else 1.5)
+    figure = style.canvas(width, min(height, _PAGE), ax, fig)
+    panel = figure.add_subplot() if ax is None else ax
+    # As in a grid of heads: up to a top of each one's own, or one that looks at a single token would darken the others.
+    tops = [limits(line, clip=1)[1] for line in weights]
+    scaled = weights / np.array(tops)[:, None] if heads > 1 else weights
+    shown = panel.imshow(np.where(np.isfinite(scaled), scaled, np.nan), cmap=style.colormap(cmap), vmin=0,
+                         vmax=1 if heads > 1 else tops[0], interpolation="nearest", aspect="auto")  # fmt: skip
+    style.quiet(panel)
+    ink = style.palette(panel).ink
+    said = [" · ".join(p for p in (label, f"to {style.number(top)}", flaws(line)) if p)
+            for label, top, line in zip(labels, tops, weights, strict=True)]  # fmt: skip
+    if heads > 1:
+        style.names(panel, said, "y")
+        panel.tick_params(axis="y", length=0, labelcolor=ink)
+    else:
+        style.title(panel, " · ".join(part for part in (labels[0], flaws(weights)) if part), small=True)
+        panel.set_ylabel("query", fontsize=style.LABEL, color=ink)
+    if tokens is not None:
+        style.names(panel, list(tokens), "x", width=12)
+        panel.tick_params(axis="x", rotation=90, length=0, labelcolor=ink)
+    panel.set_xlabel("key", fontsize=style.LABEL, color=ink)
+    if ax is None:
+        style.colorbar(panel, shown, "weight", ends=("0", "top") if heads > 1 else None)
+    return figure
+
+
+def _check_names(tokens: Sequence[str] | None, keys: int) -> None:
+    if tokens is not None and len(tokens) != keys:
+        raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(keys, 'key')}.")
+
+
 def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap: str, ax: Any, fig: Any) -> Any:
     queries, keys = weights.shape[1:]
-    if tokens is not None and len(tokens) != keys:
-        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
-    alone, columns = len(weights) == 1, math.ceil(math.sqrt(len(weights)))
+    _check_names(tokens, keys)
+    # With a cache there may be few queries of many keys: cells are as high as they are wide only as far as that goes.
+    shape = min(max(keys / queries, _SLIM), 1 / _FLAT)
+    alone, columns = len(weights) == 1, math.ceil(math.sqrt(len(weights) / max(shape, 1)))
     # The lowest row and the first column have the labels for all; of many heads no figure grows beyond a page.
     side = 1.9 if tokens is None else max(min(0.22 * keys + 0.9, 7, _PAGE / columns), 1.9)
-    figure, axes = style.panels(len(weights), ax, fig, max(side, 4) if alone else side, columns, bar=True)
+    side = max(side, 4) if alone else side
+    if shape > 1:  # a side is that of the height then, of which there are more rows
+        stretch, rows = min(shape, style.WIDEST), math.ceil(len(weights) / columns)
+        side = min(max(side / stretch, 1.9), _PAGE / columns / stretch, (_PAGE / rows - 0.3) * shape / stretch)
+    figure, axes = style.panels(len(weights), ax, fig, side, columns, shape, bar=True)
     for i, (panel, one_head, label) in enumerate(zip(axes, weights, labels, strict=True)):
         # Zero means the same in every head. The top is each one's own, and clipped: a first token that takes nearly all
         # would leave the rest black.
         _, high = limits(one_head, clip=1)
         # An infinity would be drawn as the largest weight; as NaN it has a color of its own.
         shown = panel.imshow(np.where(np.isfinite(one_head), one_head, np.nan), cmap=style.colormap(cmap), vmin=0,
-                             vmax=high, interpolation="nearest", aspect="equal")  # fmt: skip
+                             vmax=high, interpolation="nearest",
+                             aspect="equal" if shape == keys / queries else "auto")  # fmt: skip
         style.quiet(panel)
         top = "" if alone else f"to {style.number(high)}"
         style.title(panel, " · ".join(p for p in (label, top, flaws(one_head)) if p), small=True)
@@ -158,8 +207,7 @@ def _grid(weights: Array, labels: list[str], tokens: Sequence[str] | None, cmap:
 
 def _on_words(weights: Array, labels: list[str], tokens: Sequence[str], query: int, ax: Any, fig: Any) -> Any:
     keys = weights.shape[2]
-    if len(tokens) != keys:
-        raise ValueError(f"{len(tokens)} tokens do not name {keys} keys.")
+    _check_names(tokens, keys)
     words = [style.elide(token, 18) for token in tokens]
     figure, axes = style.panels(len(weights), ax, fig, columns=1)
     letters: float = style.LABEL

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchhook._recording.differences import Diff
+from torchhook._recording.tables import counted
 from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import limits
@@ -73,7 +74,9 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
         ax.annotate(label, (place, 1), xycoords=("data", "axes fraction"),
                     xytext=(5 if right else -5, -2), textcoords="offset points", ha="left" if right else "right",
                     va="top", fontsize=style.SMALL, color=colors.ink)  # fmt: skip
-    verdict = "all the same" if first is None else f"{sum(not row.ok for row in rows)} of {len(rows)} sites differ"
+    verdict = (
+        "all the same" if first is None else f"{sum(not row.ok for row in rows)} of {counted(len(rows), 'site')} differ"
+    )
     head = f"{difference.title or 'Diff'}: {verdict}" if title is None else title
     _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows), head)
     style.title(ax, head)
@@ -121,7 +124,7 @@ def sweep(
             or result.over != "position"
             or not all(-len(tokens) <= p < len(tokens) for p in result.positions)
         ):
-            raise ValueError(f"{len(tokens)} tokens do not name {columns} {result.over}s.")
+            raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(columns, result.over)}.")
         labels = _named(tokens, corrupted_tokens, result.positions or [])
     elif corrupted_tokens is not None:
         raise ValueError("corrupted_tokens= names what differs from tokens=: give both.")
@@ -153,5 +156,5 @@ def _named(tokens: Sequence[str], others: Sequence[str] | None, positions: list[
     if others is None:
         return [tokens[p] for p in positions]
     if len(others) != len(tokens):
-        raise ValueError(f"{len(others)} corrupted tokens do not belong to {len(tokens)} clean ones.")
+        raise ValueError(f"corrupted tokens: {len(others)}, clean ones: {len(tokens)}. Give as many of both.")
     return [tokens[p] if tokens[p] == others[p] else f"{tokens[p]} / {others[p]}" for p in positions]

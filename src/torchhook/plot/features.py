@@ -40,13 +40,24 @@ def feature_maps(
     >>> len(figure.axes)
     8
 
-    ``reduce="norm"`` is how strong the channels are together, ``"mean"`` their average, in which those of opposite sign
-    cancel, from its smallest to its largest value; ``"max"`` is the third. Of several layers, each is reduced to its
-    norm. Reduced maps are drawn smoothly, single channels pixel by pixel. ``channels`` is how many are shown at most,
-    spread evenly, or which. Colors leave out ``clip`` percent at either end, 1 unless it is a mean.
-    Tokens are laid out on their grid, and maps that look like channels last (7 × 7 × 96) are turned, which the title
-    then says; ``layout`` (``"channels_first"``, ``"channels_last"``, ``"tokens"``) and ``grid`` say how where that goes
-    wrong.
+    Reduced maps are drawn smoothly, single channels pixel by pixel. Tokens are laid out on their grid, and maps that
+    look like channels last (7 × 7 × 96) are turned, which the title then says.
+
+    Args:
+        source: A recording, a value, or several by name.
+        sites: Which of them; by default all.
+        reduce: ``"norm"`` is how strong the channels are together, ``"mean"`` their average, in which those of opposite
+            sign cancel, ``"max"`` the largest. Several layers are reduced to their norms unless said otherwise.
+        sample: Which example of the batch.
+        channels: How many are shown at most, spread evenly; or which.
+        layout: ``"channels_first"``, ``"channels_last"`` or ``"tokens"``, where it is taken for another.
+        grid: Rows and columns of the tokens, where their number does not tell.
+        columns: How many pictures stand side by side.
+        cmap: The colors, by the name that matplotlib has for them.
+        clip: Percent of the values that colors leave out at either end: 1, or none of a mean, unless said otherwise.
+        title: Another heading; with ``""`` none.
+        ax: Where to draw, instead of a figure of its own.
+        fig: A figure to draw in.
     """
     found = values(source, sites)
     if reduce is not None and reduce not in _REDUCTIONS:

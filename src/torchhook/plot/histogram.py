@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from torchhook._recording.tables import counted
 from torchhook._values.finite import finite
 from torchhook._values.histograms import histogram as count
 from torchhook._values.histograms import with_room_for
@@ -93,7 +94,7 @@ def _ridges(found: list[Value], bins: int, clip: float, log: bool, title: str | 
         ax, [value.name + _mark(value) for value in found], "y", width=36, places=[-i for i in range(len(found))]
     )
     ax.tick_params(axis="y", labelcolor=style.palette(ax).ink)
-    style.title(ax, f"{len(found)} layers" if title is None else title)
+    style.title(ax, counted(len(found), "layer") if title is None else title)
     return figure
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchhook._recording.tables import counted
 from torchhook.plot import style
 
 
@@ -41,7 +42,7 @@ def lens(
     count = result.tokens.shape[2]
     shown = list(range(count)) if positions is None else [range(count)[p] for p in positions]
     if tokens is not None and len(tokens) != count:
-        raise ValueError(f"{len(tokens)} tokens do not name {count} positions.")
+        raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(count, 'position')}.")
     sites = list(range(len(result.sites)))[::-1]
     values = result.probabilities[sites][:, row, shown, 0].double().numpy()
     words = [[_word(result.name(int(result.tokens[i, row, p, 0]))) for p in shown] for i in sites]
@@ -60,7 +61,7 @@ def lens(
             # White on dark, and only what fits its cell.
             text = _fitting(word, room / 4.2)
             ax.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if values[y, x] > 0.5 else "black")
-    style.title(ax, title or f"Lens: the token on top at {len(sites)} sites of the stream")
+    style.title(ax, title or f"Lens: the token on top at {counted(len(sites), 'site')} of the stream")
     return figure
 
 

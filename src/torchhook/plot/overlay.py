@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchhook._recording.tables import counted
 from torchhook._values.images import pixels
 from torchhook.plot import style
 from torchhook.plot.values import Array, flaws, limits
@@ -38,10 +39,10 @@ def overlay(
         raise ValueError(f"alpha={alpha}: give an opacity from 0 to 1.")
     pictures, heats = pixels(image), _heats(heat)
     if len(pictures) != len(heats) and len(pictures) != 1:
-        raise ValueError(f"{len(heats)} maps do not belong to {len(pictures)} images.")
+        raise ValueError(f"{counted(len(heats), 'map')} cannot lie over {counted(len(pictures), 'image')}.")
     labels = [flaws(one) for one in heats] if titles is None else list(titles)
     if len(labels) != len(heats):
-        raise ValueError(f"{len(labels)} titles do not belong to {len(heats)} maps.")
+        raise ValueError(f"{counted(len(labels), 'title')} cannot stand over {counted(len(heats), 'map')}.")
     side = 3.4 if len(heats) == 1 else 2.2
     figure, axes = style.panels(len(heats), ax, fig, side, head=False, titles=any(labels), bar=bar)
     drawn = None

@@ -29,7 +29,7 @@ _LIGHT = Palette("#1f2430", "#6b7280", "#e5e7eb", "#3457b1", "#d08a1d", "#c8372d
 _DARK = Palette("#e8eaf0", "#9aa3b2", "#3a4150", "#7d9cf0", "#e3ab4f", "#f07167", "#0f1117")
 BAD = "#f3c9c5"  # NaN: no colormap has it
 TITLE, LABEL, SMALL = 11, 9, 7.5
-_WIDEST = 2.5
+WIDEST = 2.5
 _MOST_LABELS = 64
 
 
@@ -91,7 +91,7 @@ def panels(
     """
     columns = min(count, columns or columns_for(count))
     rows = math.ceil(count / columns)
-    wide, high = (side * min(shape, _WIDEST), side * min(shape, _WIDEST) / shape) if shape > 1 else (side * shape, side)
+    wide, high = (side * min(shape, WIDEST), side * min(shape, WIDEST) / shape) if shape > 1 else (side * shape, side)
     # Inches, for a figure of our own: a little air around each panel, and a line each for title and heading.
     width, height = columns * (wide + 0.1) + 0.55 * bar, rows * (high + (0.26 if titles else 0.1)) + 0.32 * head
     figure = canvas(max(width, 2.2), height, ax, fig, "compressed")

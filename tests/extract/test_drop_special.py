@@ -1,0 +1,190 @@
+"""``extract(drop_special=)``: rows of the tokens that are neither special nor padding, as a stream takes them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchhook as th
+from tests.language_models import small_bert, small_gpt2, small_llama, small_t5
+from torchhook import transforms as tf
+from torchhook.errors import ExtractError, PaddingWarning, StoreMismatchError
+
+BOS, EOS, PAD = 1, 2, 0
+
+
+def data(rows: int = 8, width: int = 9, side: str = "right") -> dict[str, Tensor]:
+    """Rows that begin with 1 and end with 2, with a 2 somewhere between in some of them, and padding."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 50, (rows, width), generator=generator)
+    lengths = torch.randint(4, width + 1, (rows,), generator=generator)
+    lengths[0] = width
+    mask = torch.arange(width) < lengths[:, None]
+    ids[:, 0] = BOS
+    ids[torch.arange(rows), lengths - 1] = EOS
+    ids[::3, 2] = EOS
+    ids = ids * mask
+    if side == "left":
+        ids = torch.stack([row.roll(width - int(length)) for row, length in zip(ids, lengths, strict=True)])
+        mask = ids != PAD
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions}
+
+
+def seen(model: nn.Module, path: str, call: dict[str, Tensor]) -> Tensor:
+    """What a module gives, by a bare hook."""
+    found: list[Any] = []
+    handle = model.get_submodule(path).register_forward_hook(lambda module, args, output: found.append(output))
+    with torch.no_grad():
+        model(**call)
+    handle.remove()
+    return (found[0] if isinstance(found[0], Tensor) else found[0][0]).clone()
+
+
+def extract(model: nn.Module, rows: Any, sites: Any, out: Path, **options: Any) -> Any:
+    options = {"batch_size": 3, "progress": False, "labels": False} | options
+    return th.extract(model, rows, sites, out, **options)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_the_store_has_the_tokens_of_the_stream(tmp_path: Path, make: Any, side: str) -> None:
+    model, _ = make()
+    rows = data(side=side)
+    site = "transformer.h.1.mlp" if make is small_gpt2 else "model.layers.1.mlp"
+    wanted = (rows["attention_mask"] == 1) & ~torch.isin(rows["input_ids"], torch.tensor([BOS, EOS]))
+    whole = seen(model, site, rows)
+    features = extract(model, rows, [site, "@v.0"], tmp_path, drop_special=True)
+    for row, expected, kept in zip(features[site][:], whole, wanted, strict=True):
+        torch.testing.assert_close(row, expected[kept])
+    tokens = features.tokens(site, "@v.0")
+    (streamed,) = list(
+        th.stream(model, rows, [site, "@v.0"], drop_special=True, shuffle=False, batch=999, buffer=999, batch_size=3)
+    )
+    torch.testing.assert_close(tokens[:][site], streamed[site])
+    torch.testing.assert_close(tokens[:]["@v.0"].flatten(1), streamed["@v.0"])
+    assert len(tokens) == int(wanted.sum())
+    assert tokens.where(slice(None)).rows.tolist() == wanted.nonzero()[:, 0].tolist()
+
+
+def test_ids_may_be_given_and_padding_said_otherwise(tmp_path: Path) -> None:
+    model, _ = small_bert()
+    rows = data()
+    mask, ids = rows["attention_mask"].bool(), rows["input_ids"]
+    call = {"input_ids": ids, "attention_mask": rows["attention_mask"]}
+    whole = seen(model, "encoder.layer.1", call)
+    for name, options, wanted in (
+        ("some", {"drop_special": [BOS, 7]}, mask & ~torch.isin(ids, torch.tensor([BOS, 7]))),
+        ("all positions", {"drop_special": [BOS], "lengths": False}, ids != BOS),
+        ("with lengths", {"drop_special": [BOS], "lengths": mask.sum(1).tolist()}, mask & (ids != BOS)),
+    ):
+        found = extract(model, call, "encoder.layer.1", tmp_path / name, **options)["encoder.layer.1"][:]
+        for row, expected, kept in zip(found, whole, wanted, strict=True):
+            torch.testing.assert_close(row, expected[kept])
+
+
+def test_what_is_made_of_all_tokens_of_a_row_stays(tmp_path: Path) -> None:
+    model, _ = small_bert()
+    rows = data()
+    call = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+    sites = ["pooler", "encoder.layer.0", "encoder.layer.0.attention.self"]
+    transform = {"encoder.layer.0": tf.pool("mean")}
+    features = extract(model, call, sites, tmp_path, drop_special=[BOS], transform=transform)
+    torch.testing.assert_close(features["pooler"][:], seen(model, "pooler", call))
+    mask = rows["attention_mask"].bool()
+    means = torch.stack(
+        [row[real].mean(0) for row, real in zip(seen(model, "encoder.layer.0", call), mask, strict=True)]
+    )
+    torch.testing.assert_close(features["encoder.layer.0"][:], means)  # of special tokens, too, as in a stream
+    whole = seen(model, "encoder.layer.0.attention.self", call)  # the first of a tuple
+    kept = mask & (rows["input_ids"] != BOS)
+    for row, expected, chosen in zip(features["encoder.layer.0.attention.self[0]"][:], whole, kept, strict=True):
+        torch.testing.assert_close(row, expected[chosen])
+
+
+def test_a_run_goes_on_with_the_same_tokens_only(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    rows = data()
+    options: dict[str, Any] = {"rows_per_shard": 3, "drop_special": [EOS, BOS]}
+    first = extract(model, rows, "@embed", tmp_path, **options)
+    before = first["@embed"][:]
+    next(tmp_path.glob("shards/*1.safetensors")).unlink()
+    again = extract(model, rows, "@embed", tmp_path, **options | {"drop_special": [BOS, EOS]})
+    for one, other in zip(before, again["@embed"][:], strict=True):
+        assert torch.equal(one, other)
+    for drop in (False, [BOS]):
+        with pytest.raises(StoreMismatchError, match="lengths"):
+            extract(model, rows, "@embed", tmp_path, **options | {"drop_special": drop})
+
+
+def test_a_decoder_has_its_own_ids_by_whatever_name(tmp_path: Path) -> None:
+    """As long as the encoder's, so that only the site tells which are meant."""
+    model, _ = small_t5()
+    ids = torch.tensor([[5, 1, 6, 2], [1, 7, 8, 2]])
+    decoder = torch.tensor([[0, 5, 6, 1], [0, 1, 1, 9]])
+    call = {"input_ids": ids, "decoder_input_ids": decoder}
+    sites = ["@decoder.resid_post.0", "@encoder.resid_post.0", "@decoder.v.1"]
+    features = extract(model, call, sites, tmp_path, drop_special=[1])
+    for site, of in zip(sites, (decoder, ids, decoder), strict=True):
+        assert [len(row) for row in features[site][:]] == (of != 1).sum(1).tolist()
+        (tokens,) = list(th.stream(model, call, site, drop_special=[1], shuffle=False, batch=99, buffer=99))
+        torch.testing.assert_close(torch.cat(list(features[site][:])).flatten(1), tokens)
+    torch.testing.assert_close(features[sites[0]][0], seen(model, "decoder.block.0", call)[0, :3])
+
+
+def test_a_row_of_special_tokens_alone_is_empty(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, 6, EOS], [BOS, EOS, EOS, EOS], [BOS, 7, EOS, PAD]])
+    call = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    features = extract(model, call, ["@embed", "@k.0"], tmp_path, drop_special=True)
+    assert [len(row) for row in features["@embed"][:]] == [len(row) for row in features["@k.0"][:]] == [2, 0, 1]
+    assert features.tokens("@embed", "@k.0").where(slice(None)).rows.tolist() == [0, 0, 2]
+
+
+def test_rows_of_a_transforms_own_making_are_refused(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    with pytest.raises(ExtractError, match="no token ids to drop by"):
+        extract(model, data(), "@embed", tmp_path, drop_special=True, transform=lambda value: tf.Rows(value.unbind()))
+
+
+def test_who_has_no_token_ids_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ExtractError, match="drop_special= needs the token ids"):
+        extract(model, torch.randn(4, 5, 4), "(model)", tmp_path, drop_special=[1])
+
+
+# -- masks with holes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_mask_that_leaves_special_tokens_out_is_no_padding(tmp_path: Path, told: bool, side: str) -> None:
+    """The row that is tried alone keeps its first token, without which a causal model says something else."""
+    model, _ = small_llama()
+    rows = data(side=side)
+    ids, mask = rows["input_ids"], rows["attention_mask"].bool()
+    whole = seen(model, "model.layers.1", rows if told else {"input_ids": ids})
+    kept = mask & ~torch.isin(ids, torch.tensor([BOS, EOS]))
+    call = rows if told else {"input_ids": ids}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PaddingWarning)
+        found = extract(model, call | {"kept": kept}, "model.layers.1", tmp_path, lengths="kept")["model.layers.1"][:]
+    for row, expected, chosen in zip(found, whole, kept, strict=True):
+        torch.testing.assert_close(row, expected[chosen])
+
+
+@pytest.mark.parametrize("how", ["mask", "special"])
+def test_padding_that_a_model_lets_in_is_told_all_the_same(tmp_path: Path, how: str) -> None:
+    """Padded on the left, without positions: row and padded row differ."""
+    model, _ = small_gpt2()
+    rows = data(side="left")
+    call = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+    kept = rows["attention_mask"].bool() & ~torch.isin(rows["input_ids"], torch.tensor([BOS, EOS]))
+    options: dict[str, Any] = {"lengths": "kept"} if how == "mask" else {"drop_special": True}
+    with pytest.warns(PaddingWarning, match="alone and unpadded than in its padded batch"):
+        extract(model, call | ({"kept": kept} if how == "mask" else {}), "transformer.h.1", tmp_path, **options)
