@@ -105,11 +105,15 @@ def test_a_traceback_ends_with_the_address_of_the_errors_page(kind: type) -> Non
         assert page.read_text("utf-8").startswith(f"# {kind.__name__}\n")
 
 
+@pytest.mark.parametrize("backport", [True, False], ids=["with exceptiongroup", "without"])
 @pytest.mark.parametrize("thread", [True, False], ids=["in a thread", "in the program"])
-def test_an_error_that_nobody_catches_is_printed_with_its_page(thread: bool) -> None:
+def test_an_error_that_nobody_catches_is_printed_with_its_page(thread: bool, backport: bool) -> None:
+    if backport:
+        pytest.importorskip("exceptiongroup")  # on Python 3.10, it prints what traceback prints elsewhere
     call = "threading.Thread(target=fail).start()" if thread else "fail()"
     program = f"""
 import threading
+{"import exceptiongroup" if backport else ""}
 from torchhook import errors
 def fail():
     raise errors.MissingRecordError("no 'fc'")

@@ -85,7 +85,10 @@ SITE = ""
 It is also pyproject.toml's ``Documentation`` and mkdocs.yml's ``site_url``.
 """
 _HERE = Path(__file__).resolve().parent
-_PRINTERS = frozenset({"traceback", "threading", "IPython.core.ultratb", "rich.traceback"})
+# exceptiongroup puts itself in traceback's place on Python 3.10, and many packages import it there (anyio, pytest).
+_PRINTERS = frozenset(
+    {"traceback", "threading", "exceptiongroup._formatting", "IPython.core.ultratb", "rich.traceback"}
+)
 
 
 def about(kind: type) -> str:

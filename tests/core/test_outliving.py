@@ -170,12 +170,19 @@ def test_where_one_more_holder_does_not_show_nothing_is_counted_on() -> None:
     assert hooks._counted(lambda hold: 7 + hold) == 7
 
 
-def test_nothing_is_counted_on_while_hooks_of_all_modules_may_hold_what_passes() -> None:
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: out)
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_nothing_is_counted_on_while_hooks_of_all_modules_may_hold_what_passes(kind: str) -> None:
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(lambda *call: None)
     try:
         assert hooks._counted(lambda hold: 7 + hold) == -1
     finally:
         handle.remove()
+    assert hooks._counted(lambda hold: 7 + hold) == 7
+
+
+def test_nothing_is_counted_on_where_nobody_knows_of_such_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_GLOBAL", ("_global_hooks_of_a_later_torch",))
+    assert hooks._counted(lambda hold: 7 + hold) == -1
 
 
 @pytest.mark.parametrize("pattern", ["*", "*.*", "*.**", "**", "**.0", "0.*.**", "*.0"])

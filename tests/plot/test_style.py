@@ -148,8 +148,16 @@ def _letters(figure: Any) -> list[Any]:
     """What is written outside of the axes: titles and labels of axes and ticks."""
     figure.canvas.draw()
     found = [t for ax in figure.axes for t in (ax.title, ax._left_title, ax.xaxis.label, ax.yaxis.label)]
-    found += [t for ax in figure.axes for t in (*ax.get_xticklabels(), *ax.get_yticklabels())]
+    found += [t for ax in figure.axes for at, axis in enumerate((ax.xaxis, ax.yaxis)) for t in _tick_labels(axis, at)]
     return [t for t in found if t.get_text() and t.get_visible()]
+
+
+def _tick_labels(axis: Any, at: int) -> list[Any]:
+    """Those that are drawn: a logarithmic axis also has some beyond its ends, more or less by matplotlib's version."""
+    low, high = sorted(axis.get_view_interval())
+    inside = [t for t in axis.get_ticklabels() if low <= t.get_position()[at] <= high]
+    assert inside or not axis.get_ticklabels()
+    return inside
 
 
 VALUE = torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from torchhook._torch.autograd import current_node, saved_tensor_hooks
 from torchhook._torch.finding import find
@@ -48,18 +47,29 @@ def innermost_module() -> nn.Module | None:
     return next((frame.f_locals.get("self") for frame in frames(1) if frame.f_code is _CALL), None)
 
 
+# Looked for each time, and imported by nobody here: torch 2.6 leaves that to its users, since it brings sympy along,
+# which takes longer than the rest and adds to Python's filters of warnings.
+def _names() -> dict[str, Any] | None:
+    """What stands in torch's file of checkpoints; ``None`` as long as nobody has imported it, and so can use it."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    return None if checkpoint is None else vars(checkpoint)
+
+
+def _kinds() -> tuple[Any, Any]:
+    """The types of its segments, those that are not reentrant first; ``()``, which nothing is, where there is none."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    return find("_CheckpointFrame", (), checkpoint), find("CheckpointFunction._backward_cls", (), checkpoint)
+
+
 def in_bare_segment() -> bool:
     """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
+    names = _names()
     for frame in frames(1):
         if frame.f_globals.get("__name__") == _MODULES:
             return False
-        if frame.f_globals is vars(checkpoint):
+        if frame.f_globals is names:
             return True
     return False
-
-
-_Segment = find("_CheckpointFrame", None, checkpoint)
-_Reentrant = find("CheckpointFunction._backward_cls", None, checkpoint)
 
 
 def segments() -> tuple[Any, list[Any]]:
@@ -67,9 +77,9 @@ def segments() -> tuple[Any, list[Any]]:
 
     Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
     """
-    recomputed, first = None, []
+    recomputed, first, names = None, [], _names()
     for frame in frames(1):
-        if frame.f_globals is vars(checkpoint):
+        if frame.f_globals is names:
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started
             if recomputed is not None:
@@ -84,18 +94,22 @@ def segments() -> tuple[Any, list[Any]]:
 def will_run_again() -> bool:
     """Whether the running code is in a reentrant checkpoint that runs for the first time: without gradients, which
     the recomputation has. Where nobody knows, it may be."""
-    return _Reentrant is None or any(isinstance(segment, _Reentrant) for segment in segments()[1])
+    if _names() is None:
+        return False
+    reentrant = _kinds()[1]
+    return not reentrant or any(isinstance(segment, reentrant) for segment in segments()[1])
 
 
 def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
+    plain, reentrant = _kinds()
     for value in values:
-        if _Segment is not None and isinstance(value, _Segment):
+        if isinstance(value, plain):
             return value, []
-        if _Reentrant is not None and isinstance(value, _Reentrant):
+        if isinstance(value, reentrant):
             return (value, []) if current_node() is value else (None, [value])
         waiting = getattr(value, "gi_frame", None)  # a generator that waits while the segment runs
-        if _Segment is not None and waiting is not None:
-            held = [inner for inner in waiting.f_locals.values() if isinstance(inner, _Segment)]
+        if waiting is not None:
+            held = [inner for inner in waiting.f_locals.values() if isinstance(inner, plain)]
             if held:
                 return None, held
     return None, []
@@ -110,12 +124,13 @@ def _segments_of(module: Any) -> list[Any]:
 
 def _segments_hooked() -> tuple[Any, list[Any]]:
     """By the hooks that a checkpoint puts on what autograd saves: those of a recomputation know it by a reference."""
+    plain, _ = _kinds()
     for hook in saved_tensor_hooks() or ():
         for cell in getattr(hook, "__closure__", None) or ():
             held = cell.cell_contents
-            if _Segment is not None and isinstance(held, _Segment):
+            if isinstance(held, plain):
                 return None, [held]
-            if _Segment is not None and isinstance(held, weakref.ref) and isinstance(held(), _Segment):
+            if isinstance(held, weakref.ref) and isinstance(held(), plain):
                 return held(), []
     return None, []
 
@@ -132,6 +147,8 @@ def understands_checkpoints() -> bool:
 
 
 def _understands(reentrant: bool, nested: bool) -> bool:
+    from torch.utils.checkpoint import checkpoint
+
     seen: list[tuple[Any, list[Any]]] = []
 
     def look(x: Tensor) -> Tensor:
@@ -139,7 +156,7 @@ def _understands(reentrant: bool, nested: bool) -> bool:
         return x.sin()
 
     def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        result: Tensor = checkpoint.checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+        result: Tensor = checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
         return result
 
     def outer(x: Tensor) -> Tensor:

@@ -233,10 +233,14 @@ def _references_of_part(parts: tuple[Tensor]) -> int:
     return found
 
 
+# Asked one by one: torch 2.6 has no function yet that asks all of them.
+_GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
+
+
 def _counted(count: Callable[[bool], int]) -> int:
     """The references to a value that nobody else holds; -1 where one that is held would not have one more."""
     try:
-        if nn.modules.module._has_any_global_hook():  # they may hold what passes, now and not later
+        if any(getattr(nn.modules.module, name) for name in _GLOBAL):  # they may hold what passes, now and not later
             return -1
         made, held = count(False), count(True)
     except Exception:  # whatever a later torch or Python makes of it
