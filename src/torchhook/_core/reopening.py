@@ -24,7 +24,7 @@ class Reopening:
         self._keep, self._index = keep, index
         self._taps = taps  # as they were built: they are copied, and nothing passes them
         self._name, self._other_names = recording.model_name, recording.other_names
-        self._generates = bool(steps.generators(index))
+        self._generates = steps.may_come(taps)
         self._not_called = {str(site): never_ran.NOT_CALLED for site in taps.targets}
         self._told = never_ran.told(self._not_called)
 
