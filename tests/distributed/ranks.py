@@ -10,6 +10,7 @@ is told with the stacks of every rank::
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Results:
         if failed:
             raise RankError("\n".join([scenario, *failed, self.log]))
         return [found[scenario][1] for found in self._by_rank]
+
+
+def each(kinds: Iterable[str], *functions: Callable[[str], Any]) -> dict[str, Callable[[], Any]]:
+    """A scenario of each function for each kind, ``name_kind``: what one kind cannot do fails no test of another."""
+    return {f"{f.__name__}_{kind}": functools.partial(f, kind) for f in functions for kind in kinds}
 
 
 def scenarios(module: str) -> list[str]:
