@@ -121,6 +121,7 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
     torch.set_num_threads(1)
     store = distributed.FileStore(f"{folder}/store", WORLD)
     functions = importlib.import_module(module).SCENARIOS
+    groups = []
     with (Path(folder) / f"results{rank}").open("wb") as file:
         for turn, name in enumerate(names):
             # A group for each: what one scenario leaves waiting must not answer the next.
@@ -131,6 +132,8 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
                 world_size=WORLD,
                 timeout=timedelta(seconds=_WAIT),
             )
+            # Never freed: torch 2.6 waits for the threads of a group that is, and they may be waiting for Python.
+            groups.append(distributed.group.WORLD)
             torch.manual_seed(0)
             began = time.monotonic()
             try:
@@ -145,7 +148,9 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
             store.add(f"done {turn}", 1)
             store.set(f"done {turn} {rank}", "yes")
             store.wait([f"done {turn} {other}" for other in range(WORLD)], timedelta(seconds=2 * _WAIT))
-    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # frees no group either
 
 
 if __name__ == "__main__":
