@@ -131,3 +131,116 @@ def test_a_row_that_is_not_there_is_named() -> None:
     rec = recording((torch.zeros(2, 1), at(0, 1)))
     with pytest.raises(ValueError, match=r"beams= names row 5, and a value there has 2 rows"):
         rec.cat("h", dim=1, beams=torch.tensor([[5]]))
+
+
+def named(site: Site, *calls: tuple[Any, Pass]) -> Recording:
+    rec = recording(*calls)
+    rec._rows[site] = rec._rows.pop(Site("h"))
+    return rec
+
+
+Q, K = Site("attn", role="@q.1"), Site("attn", role="@k.1")
+
+
+def test_heads_are_no_tokens_and_the_dim_that_holds_these_is_named() -> None:
+    prompt, new = torch.arange(96.0).reshape(2, 8, 6, 1), torch.arange(16.0).reshape(2, 8, 1, 1)
+    rec = named(Q, (prompt, at(0, 6)), (new, at(6, 1, 1)))
+    for dim in (1, -3, 3, 0):
+        with pytest.raises(ValueError, match=r"rec\.cat\('@q\.1', dim=2\)") as told:
+            rec.cat("@q.1", dim=dim)
+        assert "cache" not in str(told.value)
+    with pytest.raises(ValueError, match=r"of shape \(2, 8, 6, 1\), of which dim 2 holds the tokens, not dim 1: rec"):
+        rec.cat("@q.1", dim=1)
+    assert torch.equal(rec.cat("@q.1", dim=2), torch.cat([prompt, new], 2))
+
+
+def test_as_many_heads_as_tokens_are_no_tokens_either() -> None:
+    chunks = [torch.zeros(2, 8, 8, 4), torch.ones(2, 8, 8, 4)]
+    rec = named(Q, (chunks[0], at(0, 8)), (chunks[1], at(8, 8)))
+    with pytest.raises(ValueError, match=r"dim 2 holds the tokens, not dim 1: rec\.cat\('@q\.1', dim=2\)\."):
+        rec.cat("@q.1", dim=1)
+    assert rec.cat("@q.1", dim=2).shape == (2, 8, 16, 4)
+
+
+def test_a_cache_is_spoken_of_where_there_is_one() -> None:
+    rec = named(K, *((torch.zeros(2, 4, n, 8), at(n - m, m, i)) for i, (n, m) in enumerate([(6, 6), (7, 1), (8, 1)])))
+    with pytest.raises(ValueError, match=r"dim 2 holds more.*those of a cache\. The last call.*rec\['@k\.1#-1'\]\."):
+        rec.cat("@k.1", dim=2)
+    with pytest.raises(ValueError, match=r"dim 2 holds the tokens, not dim 1; those of a cache.*rec\['@k\.1#-1'\]\."):
+        rec.cat("@k.1", dim=1)
+    with pytest.raises(ValueError, match=r"The last call has them all: rec\['@k\.1#2'\]\."):  # of those that were named
+        rec.cat("@k.1#1:", dim=2)
+    assert rec["@k.1#-1"].shape[2] == 8
+    sliding = named(K, *((torch.zeros(2, 4, n, 8), at(p, t, i)) for i, (n, p, t) in enumerate([(6, 0, 6), (4, 6, 1)])))
+    with pytest.raises(ValueError, match=r"The last call has the last 4: rec\['@k\.1#-1'\]; rec\.records\('@k\.1'\)"):
+        sliding.cat("@k.1", dim=2)
+
+
+def test_an_input_of_a_cache_is_read_by_an_address_that_is_one() -> None:
+    site = Site("attn", op="scaled_dot_product_attention", port="input")
+    rec = named(site, (torch.zeros(2, 4, 6, 8), at(0, 6)), (torch.zeros(2, 4, 7, 8), at(6, 1, 1)))
+    with pytest.raises(ValueError, match="of a cache") as told:
+        rec.cat(str(site), dim=2)
+    address = str(told.value).split("rec['")[1].split("']")[0]
+    assert rec[address].shape[2] == 7
+
+
+def test_values_that_hold_tokens_in_no_dim_of_their_own_are_not_said_to_be_a_cache() -> None:
+    rec = named(Site("moe", role="@experts.1"), (torch.zeros(12, 32), at(0, 6)), (torch.zeros(2, 32), at(6, 1, 1)))
+    with pytest.raises(ValueError, match=r"and dim 1 of it does not hold its tokens; use rec\.all\('@experts\.1'\)\."):
+        rec.cat("@experts.1", dim=1)
+    last = named(Q, (torch.zeros(2, 8, 4), at(0, 6)), (torch.zeros(2, 8, 4), at(6, 1, 1)))  # of the last token alone
+    with pytest.raises(ValueError, match=r"does not hold its tokens; use rec\.all\('@q\.1'\)\."):
+        last.cat("@q.1", dim=1)
+    pattern = Site("attn", role="@pattern.1")
+    maps = named(pattern, (torch.zeros(2, 4, 6, 6), at(0, 6)), (torch.zeros(2, 4, 1, 7), at(6, 1, 1)))
+    for dim in (1, 2, 3):
+        with pytest.raises(ValueError, match=r"use rec\.all\('@pattern\.1'\)"):
+            maps.cat("@pattern.1", dim=dim)
+
+
+def test_channels_are_no_tokens() -> None:
+    rec = recording((torch.zeros(2, 6, 32), at(0, 6)), (torch.zeros(2, 1, 32), at(6, 1, 1)))
+    with pytest.raises(ValueError, match=r"dim 1 holds the tokens, not dim 2: rec\.cat\('h', dim=1\)\."):
+        rec.cat("h", dim=2)
+
+
+def test_beams_are_joined_on_the_dim_of_their_tokens_alone() -> None:
+    def searched(site: Site, *values: Tensor) -> Recording:
+        passes = [at(0, 5), at(5, 1, 1), at(6, 1, 2)]
+        for one in passes:
+            one.beams = True
+        return named(site, *zip(values, passes, strict=True))
+
+    beams = torch.tensor([[0, 1, 1]])
+    caches = searched(K, *(torch.zeros(2, 4, n, 8) for n in (5, 6, 7)))
+    with pytest.raises(ValueError, match="those of a cache"):
+        caches.cat("@k.1", dim=2, beams=beams)
+    rec = searched(Site("h"), *(torch.zeros(2, n, 8) for n in (5, 1, 1)))
+    with pytest.raises(ValueError, match=r"dim 1 holds the tokens, not dim 0: rec\.cat\('h#1:', dim=1, beams=out"):
+        rec.cat("h#1:", beams=beams)
+    assert rec.cat("h", dim=1, beams=beams).shape == (1, 7, 8)
+
+
+def advice(rec: Recording, key: str) -> str:
+    with pytest.raises(LookupError) as told:
+        rec[key]
+    return str(told.value).partition("take ")[2]
+
+
+def test_a_site_that_ran_more_than_once_names_a_call_that_joins_it() -> None:
+    given = [(6, 0), (1, 6), (1, 7)]
+    steps = [(torch.zeros(2, n, 32), at(position, n, step)) for step, (n, position) in enumerate(given)]
+    rec = recording(*steps)
+    assert advice(rec, "h") == "rec.all('h') or rec.cat('h', dim=1)."
+    assert advice(rec, "h#1:") == "rec.all('h#1:') or rec.cat('h#1:', dim=1)."
+    heads = named(Q, (torch.zeros(2, 8, 6, 4), at(0, 6)), (torch.zeros(2, 8, 1, 4), at(6, 1, 1)))
+    assert advice(heads, "@q.1") == "rec.all('@q.1') or rec.cat('@q.1', dim=2)."
+    caches = named(K, (torch.zeros(2, 8, 6, 4), at(0, 6)), (torch.zeros(2, 8, 7, 4), at(6, 1, 1)))
+    assert advice(caches, "@k.1") == "rec.all('@k.1')."
+    twice = recording(*steps, (torch.zeros(2, 3, 32), at(0, 3, 0, 2)), (torch.zeros(2, 1, 32), at(3, 1, 1, 2)))
+    assert advice(twice, "h") == "rec.all('h') or rec.cat('h#0:3', dim=1)."
+    assert advice(recording((torch.zeros(2, 3), None), (torch.zeros(2, 5), None)), "h") == "rec.all('h')."
+    for made in (rec, heads, twice):  # whoever takes the advice gets a value
+        for key in made:
+            assert eval(advice(made, key).rpartition(" or ")[2].rstrip("."), {"rec": made}).dim() > 2

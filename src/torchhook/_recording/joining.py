@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchhook._recording.address import Calls, Site
+from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.rows import token_dim
 from torchhook._recording.steps import Pass
 from torchhook._recording.tables import counted
 from torchhook._values import tree
@@ -22,7 +23,9 @@ Joined = tuple[int, Any, Pass | None]
 def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
     """The values of a site, which was asked for by ``key``, joined on ``dim``, leaf by leaf."""
     if beams is not None:
-        rows = _new(key, _along(key, site, rows, beams), dim)
+        rows = _along(key, site, rows, beams)
+        _refuse_other_dims(key, site, rows, dim)
+        rows = _new(key, rows, dim)
     elif dim != 0:
         rows = _in_sequence(key, site, rows, dim)
     values = [value for _, value, _ in rows]
@@ -36,10 +39,28 @@ def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor |
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(tree.describe(value) for value in values[:4])
         # Of a generation, one wants the tokens one after the other.
-        way = f"rec.cat({key!r}, dim=1) joins the tokens of a generation" if dim == 0 and rows[0][2] else ""
-        way = way or f"use rec.all({key!r})"
+        call = how(key, site, rows) if dim == 0 and rows[0][2] else ""
+        way = f"{call} joins the tokens of a generation" if call else f"use rec.all({key!r})"
         raise ValueError(f"{key}: cannot concatenate {shapes} on dim {dim}; {way}.") from error
     return tree.with_tensors(values[0], joined)
+
+
+def several(site: Site, which: Which, rows: Sequence[Joined]) -> str:
+    """That a site has more than one value, and what names one of them or takes all."""
+    calls = [call for call, _, _ in rows]
+    asked = str(site if which is None else site.but(call=which))
+    if which is not None and len(set(calls)) == 1:
+        return (
+            f"call {calls[0]} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
+            f"take rec.all({str(site.but(call=calls[0]))!r})."
+        )
+    ways = " or ".join(filter(None, (f"rec.all({asked!r})", how(asked, site, rows))))
+    if which is not None:
+        return f"{asked!r} has {len(rows)} records, and rec[…] is one value: take {ways}."
+    return (
+        f"{asked!r} ran more than once: {len(rows)} records, calls {_listed(calls)}. Pick one with "
+        f"rec[{asked!r}, {calls[0]}], or take {ways}."
+    )
 
 
 # -- a generation ---------------------------------------------------------------------------------
@@ -72,21 +93,131 @@ def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequ
             "out = model.generate(…, return_dict_in_generate=True); rec.records() has the rows of every step."
         )
     if len(rows) > 1:
-        _refuse_caches(key, rows, dim)
+        _refuse_other_dims(key, site, rows, dim)
     return _not_overwritten(key, rows, dim)
 
 
-def _refuse_caches(key: str, rows: Sequence[Joined], dim: int) -> None:
-    """Keys and values as attention takes them are those of all tokens so far, and would come again with each call."""
+def _refuse_other_dims(key: str, site: Site, rows: Sequence[Joined], dim: int) -> None:
+    """Other dims than that of a call's own tokens: that of the heads, or one with the tokens of a whole cache."""
     for _, value, passed in rows:
-        for tensor in tree.tensors(value):
-            size = tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else 0
-            if passed is not None and passed.tokens is not None and size > passed.tokens:
-                raise ValueError(
-                    f"{key}: a call with {counted(passed.tokens, 'token')} has a value of shape "
-                    f"{tuple(tensor.shape)}, so that dim {dim} holds more than its own tokens: those of a cache, say. "
-                    f"The last call has them all: rec[{key + '#-1'!r}]."
-                )
+        for leaf, tensor in enumerate(tree.tensors(value)):
+            if passed is None or passed.tokens is None or tensor.is_nested or not -tensor.dim() <= dim < tensor.dim():
+                continue
+            at, size = dim % tensor.dim(), tensor.shape[dim]
+            named = _named(site, tensor)
+            # Where a name says which dim it is, a size that is the same by chance says nothing.
+            other = named not in (None, at) and (size != passed.tokens or tensor.shape[named or 0] == size)
+            if at == 0 or other:
+                raise ValueError(f"{key}: {_not_here(key, site, rows, leaf, tensor, at, passed.tokens)}")
+            if size > passed.tokens and (at == named or _has_grown(rows, leaf, at)):
+                raise ValueError(f"{key}: {_of_a_cache(tensor, at, passed)} {_in_the_last(key, site, rows, leaf, at)}")
+            if size > passed.tokens:
+                raise ValueError(f"{key}: {_not_here(key, site, rows, leaf, tensor, at, passed.tokens)}")
+
+
+def _of_a_cache(tensor: Tensor, at: int, passed: Pass) -> str:
+    return (
+        f"a call with {counted(passed.tokens or 0, 'token')} has a value of shape {tuple(tensor.shape)}, so that dim "
+        f"{at} holds more than its own tokens: those of a cache."
+    )
+
+
+def _in_the_last(key: str, site: Site, rows: Sequence[Joined], leaf: int, at: int) -> str:
+    """Where the tokens of a cache are found together."""
+    call, value, passed = rows[-1]
+    last = site.but(call=-1 if key == site else call)
+    size = list(tree.tensors(value))[leaf].shape[at]
+    # A sliding window lets go of the first ones.
+    if passed is not None and passed.position is not None and size < passed.position + (passed.tokens or 0):
+        return (
+            f"The last call has the last {size}: rec[{str(last)!r}]; rec.records({key!r}) has each with its position."
+        )
+    return f"The last call has them all: rec[{str(last)!r}]."
+
+
+def _not_here(key: str, site: Site, rows: Sequence[Joined], leaf: int, tensor: Tensor, at: int, tokens: int) -> str:
+    """Which dim the tokens are, if that is not the one that was asked for, and how to get them."""
+    given = f"a call with {counted(tokens, 'token')} has a value of shape {tuple(tensor.shape)}"
+    right = _dim_of_tokens(site, rows)
+    if right is None or right == at:
+        return f"{given}, and dim {at} of it does not hold its tokens; use rec.all({key!r})."
+    said = f"{given}, of which dim {right} holds the tokens, not dim {at}"
+    if call := how(key, site, rows):
+        return f"{said}: {call}."
+    if tensor.shape[right] > tokens or _has_grown(rows, leaf, right):
+        return f"{said}; those of a cache are among them. {_in_the_last(key, site, rows, leaf, right)}"
+    return f"{said}, and other dims differ from call to call; use rec.all({key!r})."
+
+
+# -- which dim the tokens are ---------------------------------------------------------------------
+
+
+def _dim_of_tokens(site: Site, rows: Sequence[Joined]) -> int | None:
+    """The dim of the tokens in the values of a generation: by the name of the site, else by sizes that follow them."""
+    calls = [(list(tree.tensors(value)), passed.tokens) for _, value, passed in rows if passed is not None]
+    if any(tensor.is_nested for tensors, _ in calls for tensor in tensors):
+        return None
+    found: set[int | None] = set()
+    for tensors, _ in calls:
+        found |= {_named(site, tensor) for tensor in tensors}
+    if len(found) == 1 and (named := found.pop()) is not None:
+        return named
+    dims = min((tensor.dim() for tensors, _ in calls for tensor in tensors), default=0)
+    fitting = [d for d in range(1, dims) if all(t.shape[d] == tokens for tensors, tokens in calls for t in tensors)]
+    return fitting[0] if len(fitting) == 1 or fitting[:1] == [1] else None
+
+
+def _named(site: Site, tensor: Tensor) -> int | None:
+    """The dim of the tokens where heads have a dim of their own, which the site tells; of three, sizes tell more."""
+    return token_dim(site, tensor.shape) if not tensor.is_nested and tensor.dim() == 4 else None
+
+
+def _has_grown(rows: Sequence[Joined], leaf: int, at: int) -> bool:
+    """Whether a dim has, in every call, all tokens so far: those of the calls before, too."""
+    sizes = [(_size(value, leaf, at), passed) for _, value, passed in rows]
+    known = [(size, p.position, p.tokens) for size, p in sizes if p and p.position is not None and p.tokens is not None]
+    return len(known) == len(rows) and all(s == at + n for s, at, n in known) and any(at for _, at, _ in known)
+
+
+def _size(value: Any, leaf: int, at: int) -> int | None:
+    tensors = list(tree.tensors(value))
+    return tensors[leaf].shape[at] if leaf < len(tensors) and at < tensors[leaf].dim() else None
+
+
+def how(key: str, site: Site, rows: Sequence[Joined]) -> str:
+    """The whole call of ``rec.cat`` that joins these values; empty where none does."""
+    if not any(passed for _, _, passed in rows):
+        return f"rec.cat({key!r})" if _fit(rows, 0) else ""
+    runs = [list(run) for _, run in groupby(rows, lambda row: None if row[2] is None else row[2].sequence)]
+    if len(runs) > 1:  # the first that is a sequence: others are named when they are asked for
+        run = next((run for run in runs if len(run) > 1 and run[0][2] is not None), None)
+        return how(str(site.but(call=Calls(run[0][0], run[-1][0] + 1))), site, run) if run else ""
+    passes = [passed for _, _, passed in rows if passed]
+    dim = _dim_of_tokens(site, rows)
+    if dim is None or len(set(passes)) < len(rows) or not _fit(rows, dim) or not _own(rows, dim):
+        return ""
+    beams = ", beams=out.beam_indices" if any(passed.beams for passed in passes) else ""
+    return f"rec.cat({key!r}, dim={dim}{beams})"
+
+
+def _own(rows: Sequence[Joined], dim: int) -> bool:
+    """Whether each call has no more than its own tokens there."""
+    return all(
+        passed is None or passed.tokens is None or tensor.shape[dim] <= passed.tokens
+        for _, value, passed in rows
+        for tensor in tree.tensors(value)
+    )
+
+
+def _fit(rows: Sequence[Joined], dim: int) -> bool:
+    """Whether the values can be put together on a dim."""
+    columns = [list(tree.tensors(value)) for _, value, _ in rows]
+    if not columns[0] or len({len(column) for column in columns}) > 1:
+        return False
+    if any(tensor.is_nested or tensor.dim() <= dim for column in columns for tensor in column):
+        return False
+    others = [[(t.shape[:dim], t.shape[dim + 1 :]) for t in column] for column in columns]
+    return all(shapes == others[0] for shapes in others)
 
 
 def _not_overwritten(key: str, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:

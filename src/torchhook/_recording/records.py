@@ -108,26 +108,8 @@ class Recording:
     def __getitem__(self, key: str | Site | tuple[str | Site, int]) -> Any:
         site, call = self._find(key)
         rows = self._calls(site, call)
-        if call is None:
-            calls = [row[0] for row in rows]
-            if len(rows) > 1:
-                listed = ", ".join(map(str, calls[:8])) + (", …" if len(calls) > 8 else "")
-                raise AmbiguousCallError(
-                    f"{str(site)!r} ran more than once: {len(rows)} records, calls {listed}. Pick one with "
-                    f"rec[{str(site)!r}, {calls[0]}], or take rec.all({str(site)!r}) or rec.cat({str(site)!r})."
-                )
-            return rows[0][2]
         if len(rows) > 1:
-            wanted = rows[0][0]
-            if rows[-1][0] != wanted:
-                raise AmbiguousCallError(
-                    f"{str(site.but(call=call))!r} has {len(rows)} records, and rec[…] is one value: take "
-                    f"rec.all({str(site.but(call=call))!r}) or rec.cat({str(site.but(call=call))!r})."
-                )
-            raise AmbiguousCallError(
-                f"call {wanted} of {str(site)!r} has {len(rows)} records, one for each backward pass through it: "
-                f"take rec.all({str(site.but(call=wanted))!r})."
-            )
+            raise AmbiguousCallError(joining.several(site, call, self._passed(site, rows)))
         return rows[0][2]
 
     def all(self, key: str | Site) -> list[Any]:
@@ -136,18 +118,20 @@ class Recording:
         return [row[2] for row in self._calls(site, call)]
 
     def cat(self, key: str | Site, dim: int = 0, *, beams: Tensor | None = None) -> Any:
-        """The values of a site concatenated over calls, leaf by leaf: batches on dim 0, a generation on dim 1.
+        """The values of a site concatenated over calls, leaf by leaf: batches on dim 0, a generation on its tokens.
 
         Args:
             key: The site, or some of its calls (``"h.3#1:"``).
             dim: Where to join them. The calls of a generation are joined on that of their tokens, by position: where a
-                token was computed again, the last value counts.
+                token was computed again, the last value counts. It is 1, and 2 of what is split into heads (``@q``).
             beams: The ``beam_indices`` that a beam search returns: the rows are then those of its sequences, with zeros
                 after the end of one.
         """
         site, call = self._find(key)
-        found = [(row[0], row[2], self._pass(site, row)) for row in self._calls(site, call)]
-        return joining.join(str(key), site, found, dim, beams)
+        return joining.join(str(key), site, self._passed(site, self._calls(site, call)), dim, beams)
+
+    def _passed(self, site: Site, rows: list[Row]) -> list[joining.Joined]:
+        return [(row[0], row[2], self._pass(site, row)) for row in rows]
 
     def records(self, key: str | Site | None = None) -> list[Record]:
         """The records of one site, or of all of them in the order in which they were kept."""

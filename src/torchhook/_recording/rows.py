@@ -15,7 +15,8 @@ from torchhook._recording import tensor_codecs
 from torchhook._recording.address import Calls, Site, Which
 from torchhook._recording.steps import Pass
 from torchhook._recording.tables import facts, size
-from torchhook._values import tree
+from torchhook._values import heads, tree
+from torchhook._values.heads import KnownHeads, NoPart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -107,7 +108,7 @@ def first_position(site: Site, value: Any, passed: Pass) -> int | None:
     """Where in the sequence the first token of a value is, which passed in a call of a model that generates."""
     first, given = passed.position, passed.tokens
     name = site.kind
-    own = _tokens_in(value, name) if isinstance(value, Tensor) and not value.is_nested else None
+    own = _tokens_in(value, site) if isinstance(value, Tensor) and not value.is_nested else None
     if first is None or given is None or own is None or own == given:
         return first
     # Logits are made of the last tokens; what attention looks at ends with the last one, and begins in the cache.
@@ -116,13 +117,25 @@ def first_position(site: Site, value: Any, passed: Pass) -> int | None:
     return first if own > given else None
 
 
-def _tokens_in(value: Tensor, name: str) -> int | None:
+def _tokens_in(value: Tensor, site: Site) -> int | None:
     """How many tokens a value has, by the standard name of its site; ``None`` where its shape does not tell."""
-    if value.dim() == 4 and name in ("q", "k", "v", "pattern"):
-        return value.shape[2]
-    if value.dim() == 2 and name == "logits":
-        return 1
-    return value.shape[1] if value.dim() == 3 else None
+    dim = token_dim(site, value.shape)
+    if dim is None:
+        return 1 if value.dim() == 2 and site.kind == "logits" else None
+    return value.shape[dim]
+
+
+def token_dim(site: Site, shape: Sequence[int]) -> int | None:
+    """Which dim the tokens of a value are, by what its site says of heads; ``None`` where that does not tell.
+
+    >>> token_dim(Site("h", role="@q.1"), (2, 8, 5, 4)), token_dim(Site("h"), (2, 5, 32)), token_dim(Site("h"), (2, 32))
+    (2, 1, None)
+    """
+    known = KnownHeads(op=site.op, heads_first=site.kind in ("q", "k", "v", "pattern"))
+    try:
+        return heads.token_dim(shape, known)
+    except NoPart:
+        return None
 
 
 Row = tuple[int, int, Any]
