@@ -11,7 +11,7 @@ from torch import nn
 import torchhook as th
 from tests.roles_models import MODELS, build
 from torchhook._roles import probe
-from torchhook.errors import MissingRecordError, SelectorError
+from torchhook.errors import AmbiguousCallError, MissingRecordError, SelectorError
 
 IDS = torch.tensor([[5, 9, 33, 21, 60, 7], [8, 2, 13, 44, 50, 31]])
 FAST = ("gpt2", "llama", "gemma2", "cohere", "t5", "bert")
@@ -136,3 +136,64 @@ def test_a_lens_that_needs_inputs_asks_for_its_own_and_not_for_names_that_are_th
         th.lens(model, rec)
     assert "th.roles" not in str(told.value)
     torch.testing.assert_close(th.lens(model, rec, inputs=ids)["@resid_post.0"], model(ids))
+
+
+def _generated(model: Any, *sites: str, **options: Any) -> tuple[Any, Any]:
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    with torch.no_grad(), th.capture(model, *sites) as rec:
+        written = model.generate(IDS, **options)
+    return rec, written
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_the_lens_of_a_generation_is_that_of_the_whole_text(name: str) -> None:
+    model: Any = build(name)
+    rec, written = _generated(model, "@resid_post.*")
+    lens = th.lens(model, rec)
+    with torch.no_grad():
+        whole = model(written[:, :-1], use_cache=False).logits
+    torch.testing.assert_close(lens["@resid_post.2"], whole, rtol=1e-4, atol=1e-4)
+    assert torch.equal(lens.tokens[-1, :, 5:, 0], written[:, 6:])  # what it said is what it wrote
+    assert "@resid_post.0" in str(lens)
+    later, _ = _generated(model, "@resid_post.*#1:")
+    torch.testing.assert_close(th.lens(model, later)["@resid_post.2"], whole[:, 6:], rtol=1e-4, atol=1e-4)
+
+
+def test_batches_are_the_rows_of_a_lens() -> None:
+    model: Any = build("gpt2")
+    with torch.no_grad(), th.capture(model, "@resid_post.*") as rec:
+        logits = [model(ids).logits for ids in (IDS, IDS.flip(1))]
+    torch.testing.assert_close(th.lens(model, rec)["@resid_post.2"], torch.cat(logits))
+
+
+def test_calls_that_are_not_one_text_are_an_error_that_says_what_a_lens_takes() -> None:
+    model: Any = build("gpt2")
+    searched, written = _generated(model, "@resid_post.*", num_beams=2)
+    with torch.no_grad(), th.capture(model, "@resid_post.*") as unlike:
+        model(IDS)
+        model(IDS[:, :3])
+    for rec in (searched, unlike):
+        with pytest.raises(AmbiguousCallError, match=r"no lens: .*th\.run\(model, ids, capture='@resid_post\.\*'\)"):
+            th.lens(model, rec)
+    with torch.no_grad():  # as it says
+        output, rec = th.run(model, written, capture="@resid_post.*")
+    torch.testing.assert_close(th.lens(model, rec)["@resid_post.2"], output.logits)
+    some, _ = _generated(model, "@resid_post.*#0", num_beams=2)
+    assert th.lens(model, some).tokens.shape == (3, 4, 6, 5)
+
+
+def test_sites_of_different_calls_are_an_error() -> None:
+    model: Any = build("gpt2")
+    rec, _ = _generated(model, "@resid_post.0", "@resid_post.1#1:")
+    with pytest.raises(ValueError, match=r"found @resid_post\.0 \(2, 9\), @resid_post\.1 \(2, 3\)"):
+        th.lens(model, rec)
+
+
+@pytest.mark.parametrize("top", [0, -1, 1.5, None, "5"])
+def test_no_tokens_at_all_are_refused(top: Any) -> None:
+    model: Any = build("gpt2")
+    _, rec = th.run(model, IDS, capture="@resid_post.*")
+    with pytest.raises(ValueError, match=r"top=.*give a positive number"):
+        th.lens(model, rec, top=top)
+    assert "@resid_post.2" in str(th.lens(model, rec, top=1))
+    assert th.lens(model, rec, top=1000).tokens.shape[-1] == 64  # no more than there are

@@ -26,6 +26,10 @@ class Lens(Mapping[str, Tensor]):
         self._logits = logits
         self.name: Callable[[int], str] = name
         best = [_best(logits(site), top) for site in self.sites]
+        shapes = {site: tuple(tokens.shape[:2]) for site, (tokens, _) in zip(self.sites, best, strict=True)}
+        if len(set(shapes.values())) > 1:
+            found = ", ".join(f"{site} {shape}" for site, shape in shapes.items())
+            raise ValueError(f"a lens needs the same rows and positions at every site, found {found}: capture alike.")
         self.tokens: Tensor = torch.stack([tokens for tokens, _ in best])
         self.probabilities: Tensor = torch.stack([probabilities for _, probabilities in best])
 

@@ -16,7 +16,7 @@ from torchhook._roles.names import roles
 from torchhook._roles.table import Roles
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
-from torchhook.errors import MissingRecordError, SelectorError
+from torchhook.errors import AmbiguousCallError, MissingRecordError, SelectorError
 
 
 def lens(
@@ -52,7 +52,8 @@ def lens(
 
     Args:
         model: The model that the recording was made with. It, and the process, are left as they were.
-        rec: Holds values of the stream: ``th.capture(model, "@resid_post.*")``, or any of ``"@resid_*"``.
+        rec: Holds values of the stream: ``th.capture(model, "@resid_post.*")``, or any of ``"@resid_*"``. Several calls
+            are joined as ``rec.cat`` joins them: the steps of a generation on their tokens, batches on their rows.
         inputs: What the model is called with, to see what it does after the last block. A model of transformers needs
             none.
         top: How many tokens are kept for each position; the logits themselves are made when they are asked for.
@@ -61,6 +62,8 @@ def lens(
     if not isinstance(rec, Recording):
         raise TypeError(f"lens takes a model and a recording, found {type(rec).__name__}: th.capture(…) makes one.")
     root = unwrapped(model)
+    if not isinstance(top, int) or top < 1:
+        raise ValueError(f"top={top!r}: give a positive number, how many tokens are kept for each position.")
     way = "give them, th.lens(model, rec, inputs=…)"
     arguments = probe.made_for(root, way) if inputs is None else probe.given(inputs)
     known = naming.known(root)
@@ -75,7 +78,7 @@ def lens(
     sites = _recorded(names, rec, prefix, last)
 
     def logits_of(site: str) -> Tensor:
-        return through(rec[site])
+        return through(_value(rec, site))
 
     return Lens(sites, logits_of, top, _named(tokenizer))
 
@@ -104,6 +107,22 @@ def _recorded(names: Roles, rec: Recording, prefix: str, last: int) -> list[str]
         site = names.sites.get(name.removeprefix("@"))
         first.setdefault(str(site if site is not None else name), name)
     return [name for name in found if name in first.values()]
+
+
+def _value(rec: Recording, site: str) -> Any:
+    """The value of a site; of several calls, one sequence or all of their rows."""
+    records = rec.records(site)
+    if len(records) == 1:
+        return records[0].value
+    try:
+        return rec.cat(site, dim=1 if any(record.step is not None for record in records) else 0)
+    except ValueError as error:
+        every = f"{site.rpartition('.')[0]}.*"
+        raise AmbiguousCallError(
+            f"no lens: the {len(records)} records of {site!r} are not one value. Give the lens one pass over the whole "
+            f"text, th.run(model, ids, capture={every!r}), or record calls that go together: {every + '#0'!r}, "
+            f"{every + '#1:'!r}."
+        ) from error
 
 
 def _probes(inputs: Inputs) -> list[Inputs]:
