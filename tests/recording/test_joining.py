@@ -185,6 +185,15 @@ def test_an_input_of_a_cache_is_read_by_an_address_that_is_one() -> None:
     assert rec[address].shape[2] == 7
 
 
+def test_one_of_several_tensors_may_be_a_cache() -> None:
+    site = Site("attn", op="scaled_dot_product_attention", port="input")
+    steps = [(torch.zeros(2, 8, n, 4), torch.zeros(2, 2, m, 4)) for n, m in ((6, 6), (1, 7))]
+    rec = named(site, (steps[0], at(0, 6)), (steps[1], at(6, 1, 1)))
+    for dim in (1, 2):
+        with pytest.raises(ValueError, match=r"of a cache.*rec\['attn/scaled_dot_product_attention#-1:input'\]\."):
+            rec.cat(str(site), dim=dim)
+
+
 def test_values_that_hold_tokens_in_no_dim_of_their_own_are_not_said_to_be_a_cache() -> None:
     rec = named(Site("moe", role="@experts.1"), (torch.zeros(12, 32), at(0, 6)), (torch.zeros(2, 32), at(6, 1, 1)))
     with pytest.raises(ValueError, match=r"and dim 1 of it does not hold its tokens; use rec\.all\('@experts\.1'\)\."):
@@ -216,9 +225,13 @@ def test_beams_are_joined_on_the_dim_of_their_tokens_alone() -> None:
     caches = searched(K, *(torch.zeros(2, 4, n, 8) for n in (5, 6, 7)))
     with pytest.raises(ValueError, match="those of a cache"):
         caches.cat("@k.1", dim=2, beams=beams)
+    with pytest.raises(ValueError, match="those of a cache"):
+        caches.cat("@k.1", dim=2)
     rec = searched(Site("h"), *(torch.zeros(2, n, 8) for n in (5, 1, 1)))
     with pytest.raises(ValueError, match=r"dim 1 holds the tokens, not dim 0: rec\.cat\('h#1:', dim=1, beams=out"):
         rec.cat("h#1:", beams=beams)
+    with pytest.raises(ValueError, match=r"not dim 2: rec\.cat\('h', dim=1, beams=out\.beam_indices\)\."):
+        rec.cat("h", dim=2)
     assert rec.cat("h", dim=1, beams=beams).shape == (1, 7, 8)
 
 
@@ -240,7 +253,11 @@ def test_a_site_that_ran_more_than_once_names_a_call_that_joins_it() -> None:
     assert advice(caches, "@k.1") == "rec.all('@k.1')."
     twice = recording(*steps, (torch.zeros(2, 3, 32), at(0, 3, 0, 2)), (torch.zeros(2, 1, 32), at(3, 1, 1, 2)))
     assert advice(twice, "h") == "rec.all('h') or rec.cat('h#0:3', dim=1)."
+    first = at(0, 6)
+    first.kept = 1
+    last = recording((torch.zeros(2, 1, 50), first), (torch.zeros(2, 1, 50), at(6, 1, 1)))
+    assert advice(last, "h") == "rec.all('h') or rec.cat('h', dim=1)."
     assert advice(recording((torch.zeros(2, 3), None), (torch.zeros(2, 5), None)), "h") == "rec.all('h')."
-    for made in (rec, heads, twice):  # whoever takes the advice gets a value
+    for made in (rec, heads, twice, last):  # whoever takes the advice gets a value
         for key in made:
             assert eval(advice(made, key).rpartition(" or ")[2].rstrip("."), {"rec": made}).dim() > 2

@@ -86,14 +86,14 @@ def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequ
             f"{key}: it ran several times in one call of the model, so that its values are not one sequence; "
             f"use rec.records({key!r}), each with its position."
         )
+    if len(rows) > 1:
+        _refuse_other_dims(key, site, rows, dim)
     if len(rows) > 1 and any(passed.beams for _, _, passed in rows if passed):
         raise ValueError(
             f"{key}: in beam search a row is another beam at each step, so that its values are not one sequence. "
             f"rec.cat({key!r}, dim={dim}, beams=out.beam_indices) follows the beams that were returned, with "
             "out = model.generate(…, return_dict_in_generate=True); rec.records() has the rows of every step."
         )
-    if len(rows) > 1:
-        _refuse_other_dims(key, site, rows, dim)
     return _not_overwritten(key, rows, dim)
 
 
@@ -108,11 +108,11 @@ def _refuse_other_dims(key: str, site: Site, rows: Sequence[Joined], dim: int) -
             # Where a name says which dim it is, a size that is the same by chance says nothing.
             other = named not in (None, at) and (size != passed.tokens or tensor.shape[named or 0] == size)
             if at == 0 or other:
-                raise ValueError(f"{key}: {_not_here(key, site, rows, leaf, tensor, at, passed.tokens)}")
+                raise ValueError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
             if size > passed.tokens and (at == named or _has_grown(rows, leaf, at)):
                 raise ValueError(f"{key}: {_of_a_cache(tensor, at, passed)} {_in_the_last(key, site, rows, leaf, at)}")
             if size > passed.tokens:
-                raise ValueError(f"{key}: {_not_here(key, site, rows, leaf, tensor, at, passed.tokens)}")
+                raise ValueError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
 
 
 def _of_a_cache(tensor: Tensor, at: int, passed: Pass) -> str:
@@ -135,7 +135,7 @@ def _in_the_last(key: str, site: Site, rows: Sequence[Joined], leaf: int, at: in
     return f"The last call has them all: rec[{str(last)!r}]."
 
 
-def _not_here(key: str, site: Site, rows: Sequence[Joined], leaf: int, tensor: Tensor, at: int, tokens: int) -> str:
+def _not_here(key: str, site: Site, rows: Sequence[Joined], tensor: Tensor, at: int, tokens: int) -> str:
     """Which dim the tokens are, if that is not the one that was asked for, and how to get them."""
     given = f"a call with {counted(tokens, 'token')} has a value of shape {tuple(tensor.shape)}"
     right = _dim_of_tokens(site, rows)
@@ -144,8 +144,9 @@ def _not_here(key: str, site: Site, rows: Sequence[Joined], leaf: int, tensor: T
     said = f"{given}, of which dim {right} holds the tokens, not dim {at}"
     if call := how(key, site, rows):
         return f"{said}: {call}."
-    if tensor.shape[right] > tokens or _has_grown(rows, leaf, right):
-        return f"{said}; those of a cache are among them. {_in_the_last(key, site, rows, leaf, right)}"
+    cached = next((i for i, _ in enumerate(tree.tensors(rows[0][1])) if _has_cache(rows, i, right)), None)
+    if cached is not None:
+        return f"{said}; those of a cache are among them. {_in_the_last(key, site, rows, cached, right)}"
     return f"{said}, and other dims differ from call to call; use rec.all({key!r})."
 
 
@@ -154,7 +155,8 @@ def _not_here(key: str, site: Site, rows: Sequence[Joined], leaf: int, tensor: T
 
 def _dim_of_tokens(site: Site, rows: Sequence[Joined]) -> int | None:
     """The dim of the tokens in the values of a generation: by the name of the site, else by sizes that follow them."""
-    calls = [(list(tree.tensors(value)), passed.tokens) for _, value, passed in rows if passed is not None]
+    # Logits may have been asked for of the last ones alone.
+    calls = [(list(tree.tensors(value)), (p.tokens, p.kept)) for _, value, p in rows if p is not None]
     if any(tensor.is_nested for tensors, _ in calls for tensor in tensors):
         return None
     found: set[int | None] = set()
@@ -163,7 +165,7 @@ def _dim_of_tokens(site: Site, rows: Sequence[Joined]) -> int | None:
     if len(found) == 1 and (named := found.pop()) is not None:
         return named
     dims = min((tensor.dim() for tensors, _ in calls for tensor in tensors), default=0)
-    fitting = [d for d in range(1, dims) if all(t.shape[d] == tokens for tensors, tokens in calls for t in tensors)]
+    fitting = [d for d in range(1, dims) if all(t.shape[d] in own for tensors, own in calls for t in tensors)]
     return fitting[0] if len(fitting) == 1 or fitting[:1] == [1] else None
 
 
@@ -176,7 +178,13 @@ def _has_grown(rows: Sequence[Joined], leaf: int, at: int) -> bool:
     """Whether a dim has, in every call, all tokens so far: those of the calls before, too."""
     sizes = [(_size(value, leaf, at), passed) for _, value, passed in rows]
     known = [(size, p.position, p.tokens) for size, p in sizes if p and p.position is not None and p.tokens is not None]
-    return len(known) == len(rows) and all(s == at + n for s, at, n in known) and any(at for _, at, _ in known)
+    return len(known) == len(rows) and all(s == p + n for s, p, n in known) and any(p for _, p, _ in known)
+
+
+def _has_cache(rows: Sequence[Joined], leaf: int, at: int) -> bool:
+    """Whether the dim of the tokens has more than a call's own; a static cache has memory for them from the start."""
+    sizes = [(_size(value, leaf, at), passed) for _, value, passed in rows]
+    return _has_grown(rows, leaf, at) or any(s and p and p.tokens is not None and s > p.tokens for s, p in sizes)
 
 
 def _size(value: Any, leaf: int, at: int) -> int | None:
