@@ -28,6 +28,13 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
+def nothing(model: nn.Module, names: Iterable[str]) -> None:
+    """Hooks that stay and do nothing: what PyTorch itself takes for modules that have one, and no tool can save."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        modules[name].register_forward_hook(lambda module, args, output: None)
+
+
 class Bare:
     """Hooks on named modules, until ``remove``: ``store[name]`` has the tensors of each call."""
 

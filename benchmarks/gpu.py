@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bare import Bare, clone, count_wrong, judged, leaves, same, to_host
+from bare import Bare, clone, count_wrong, judged, leaves, nothing, same, to_host
 from gpu_disk import to_disk
 from gpu_models import STAGES, Sizes, gpt2_medium, llama, resnet50, trainer
 from results import Report, Row
@@ -171,9 +171,17 @@ def gpt_all_modules(bench: Bench) -> Iterator[Row]:
     idle = {"exclude": "**.attn_dropout"}
     names = called(model, names, run)
     wrong = judged(model, names, th.capture(model, "**", **idle), run)
-    ours = {"session per call": (session(model, run, "**", **idle), (1.35, 1.2))}
-    beside = {"bare hooks, clone": bench.bare(model, names, run, clone)}
-    yield from bench.rows("GPT-2 medium, all modules kept on the GPU", run, beside, ours, wrong)
+    ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, "**", **idle), (1.35, 1.2))}
+    ours |= prepared(model, run, names)
+    twin, hooked = copy.deepcopy(model), copy.deepcopy(model)
+    nothing(hooked, names)
+    beside = {
+        "hooks that do nothing, held": lambda: hooked(**inputs),
+        "bare hooks, clone": bench.bare(model, names, run, clone),
+    }
+    with th.capture(twin, names, max_records=1):
+        ours["session held"] = (lambda: twin(**inputs), (1.35, 1.2))
+        yield from bench.rows("GPT-2 medium, all modules kept on the GPU", run, beside, ours, wrong)
 
 
 def called(model: nn.Module, names: list[str], run: Run) -> list[str]:
@@ -198,7 +206,10 @@ def gpt_one_token(bench: Bench) -> Iterator[Row]:
         )
     ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, names), (1.15, 1.1))}
     ours |= prepared(model, run, names)
+    hooked = copy.deepcopy(model)
+    nothing(hooked, names)
     beside = {
+        "hooks that do nothing, held": lambda: hooked(**inputs),
         "bare hooks, clone, put on and taken off": bench.bare(model, names, run, clone),
         "bare hooks, clone, held": lambda: bare_twin(**inputs),
     }

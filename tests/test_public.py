@@ -97,7 +97,10 @@ def test_errors_offers_its_classes_and_nothing_else() -> None:
 
 def test_help_fits_a_few_screens() -> None:
     """Every function with its arguments and every class with what it adds, and not what it inherits: 5,294 before."""
-    assert len(pydoc.plain(pydoc.render_doc(torchhook)).splitlines()) <= 1100
+    shown = pydoc.plain(pydoc.render_doc(torchhook))
+    # Since Python 3.13, a signature that is too long for a line has one for each argument: counted as those before.
+    joined = re.sub(r"\(\n[^()]*?\n? *\)(?= ->|\n)", "()", shown) if sys.version_info >= (3, 13) else shown
+    assert len(joined.splitlines()) <= 1100
 
 
 def test_every_public_name_has_a_docstring_of_its_own() -> None:

@@ -141,6 +141,15 @@ def test_programs_load_and_run_in_a_process_without_torchhook(net: Net, tmp_path
         close(found[name], expected)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_an_edit_asks_of_dtypes_is_no_part_of_a_program(net: Net, strict: bool) -> None:
+    """torch 2.6 cannot load a program with such a part."""
+    hooked = th.FeatureExtractor(net, ["head"], attach=True, edit={"block.fc": edits.add(torch.ones(4))})
+    program = torch.export.export(hooked, (X,), strict=strict)
+    assert "can_cast" not in str(program.graph)
+    close(program.module()(X)["head"], hooked(X)["head"])
+
+
 @pytest.mark.shows("Exported: caches left out of the outputs")
 def test_caches_are_left_out_on_request() -> None:
     model, x = tiny_gpt()
@@ -220,12 +229,13 @@ needs_onnx = pytest.mark.skipif(
 @pytest.mark.shows("Exported: ONNX, with the names of the sites")
 @needs_onnx
 @pytest.mark.slow
-def test_onnx_outputs_are_called_as_the_sites_and_onnx_runtime_agrees(net: Net, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes", [({0: BATCH},), {"x": {0: BATCH}}], ids=["by place", "by name"])
+def test_onnx_outputs_are_called_as_the_sites_and_onnx_runtime_agrees(net: Net, tmp_path: Path, shapes: Any) -> None:
     import onnxruntime
 
     file = tmp_path / "net.onnx"
     hooked = th.FeatureLayers(net, SITES, attach=True)
-    hooked.to_onnx(X, file, dynamic_shapes=({0: BATCH},))
+    hooked.to_onnx(X, file, dynamic_shapes=shapes)
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     assert names == ["block.fc", "block.sum", "block.top", "head:input", "block/amax", "output.0", "output.1"]
@@ -235,6 +245,18 @@ def test_onnx_outputs_are_called_as_the_sites_and_onnx_runtime_agrees(net: Net, 
     parts = [wanted["block.fc"], *wanted["block"].values(), wanted["head:input"], wanted["block/amax"], *net(x)]
     for one, other in zip(found, parts, strict=True):
         np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_dynamic_shapes_of_keyword_arguments_are_those_of_an_onnx_file(net: Net) -> None:
+    inputs = {"scale": torch.ones(4), "x": X}
+    for shapes in (({0: BATCH}, None), {"scale": None, "x": {0: BATCH}}):
+        program = th.FeatureExtractor(net, ["head"], attach=True).to_onnx(inputs, dynamic_shapes=shapes)
+        batch = [isinstance(given.shape[0], int) for given in program.model.graph.inputs]
+        assert sorted(batch) == [False, True]  # of x any number, of scale the four
+    with pytest.raises(Exception, match="dynamic_shapes"):  # of torch's own, whatever its class in this version
+        th.FeatureExtractor(net, ["head"], attach=True).to_onnx(X, dynamic_shapes={"y": {0: BATCH}})
 
 
 @needs_onnx

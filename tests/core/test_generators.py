@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import torchhook as th
 from tests.language_models import small_gpt2
+from torchhook._core.generators import generators
 from torchhook._core.index import Index
-from torchhook._core.steps import generators
 
 IDS = torch.tensor([[5, 9, 33, 21], [8, 2, 13, 44]])
 

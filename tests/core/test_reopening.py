@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,110 @@ def test_a_block_that_was_left_says_what_it_left_out(net: Net, tmp_path: Path) -
     with th.capture(net, "b") as whole:
         net(batches()[0])
     assert whole.stopped == ""
+
+
+# -- the short way, of those that only record ----------------------------------------------------------
+
+
+def test_a_third_opening_is_like_the_first(net: Net) -> None:
+    net.twin = net.a  # type: ignore[assignment]
+    session = th.capture(net, "a", "act", "(model)", threads="all")
+    recordings = []
+    for x in batches(5):
+        with session as rec:
+            net(x)
+        recordings.append(rec)
+    assert session._reopening is not None
+    for x, rec in zip(batches(5), recordings, strict=True):
+        assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
+        assert torch.equal(rec["twin"], rec["a"])  # the other name of a shared module
+        assert torch.equal(rec["(model)"], net(x))
+        assert [torch.equal(*pair) for pair in zip(rec.all("act"), by_hand(net, x, "act"), strict=True)] == [True, True]
+        assert [record.order for record in rec.records()] == [0, 1, 2, 3]
+        assert rec.missing == rec.elsewhere == rec.recomputed == {}
+    assert hooks_on(net) == []
+
+
+@pytest.mark.parametrize(
+    ("site", "options"),
+    [
+        *((site, {}) for site in ("a:grad", "a:input", "act#1", "a/linear", "a.weight")),
+        *(("a", option) for option in ({"edit": {"b": edits.scale(2)}}, {"stop": True}, {"transform": torch.abs})),
+    ],
+)
+def test_who_does_more_than_record_is_built_by_its_recipe(net: Net, site: str, options: Any) -> None:
+    session, found = th.capture(net, site, **options), []
+    for _ in range(4):
+        with session as rec:
+            net(batches()[0]).sum().backward()
+        found.append([record.value for record in rec.records()])
+    assert session._reopening is None
+    assert found[0]
+    for values in found:
+        assert all(torch.equal(one, other) for one, other in zip(values, found[0], strict=True))
+
+
+def test_a_call_that_began_in_one_opening_is_none_of_the_next(net: Net) -> None:
+    session = th.capture(net, "b", "act")
+    recordings: list[Any] = []
+    for x in batches(2):
+        with session:
+            net(x)
+    session.open()
+
+    def turn_over(module: nn.Module, args: Any, output: Tensor) -> None:
+        # Hooks that are taken away are still called in the call that they were there for.
+        session.close()
+        recordings.append(session.open().recording)
+
+    net.b.register_forward_hook(turn_over)
+    net.b._forward_hooks.move_to_end(next(reversed(net.b._forward_hooks)), last=False)
+    before = session.recording
+    with pytest.warns(NeverRanWarning, match="'b'"):
+        net(batches()[0])
+    assert "b" not in before
+    assert "b" not in recordings[0]
+    with pytest.warns(NeverRanWarning, match="'b'"):
+        session.close()
+    assert hooks_on(net) == [turn_over]
+
+
+def test_an_opening_in_which_nothing_ran_says_so_and_why(net: Net) -> None:
+    session = th.capture(net, "a", "b")
+    for _ in range(4):
+        with pytest.warns(NeverRanWarning, match="2 selected sites never ran") as seen, session as rec:
+            pass
+        assert [warning.filename for warning in seen] == [__file__]
+        assert rec.missing == dict.fromkeys("ab", rec.missing["a"])
+        assert "was not called" in rec.missing["a"]
+        rec.missing.clear()
+    with pytest.warns(NeverRanWarning, match="'b'"), session as rec:
+        net.a(batches()[0])
+    assert list(rec.missing) == ["b"]
+    with pytest.raises(ValueError, match="mine"), session as rec:
+        raise ValueError("mine")
+    assert rec.missing["a"] == "the block ended early with ValueError."
+    with pytest.raises(SessionError, match="is open already"), session:
+        session.open()
+
+
+def test_calls_in_other_threads_are_counted_as_elsewhere(net: Net) -> None:
+    session = th.capture(net, "a")
+    for _ in range(4):
+        with pytest.warns(NeverRanWarning, match="in another thread"), session as rec:
+            thread = threading.Thread(target=net, args=(batches()[0],))
+            thread.start()
+            thread.join()
+        assert rec.elsewhere == {"a": 1}
+
+
+def test_inputs_and_parameters_are_cloned_each_time(net: Net) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Flatten())
+    session = th.capture(model, "0", "1")
+    for _ in range(4):
+        x = torch.ones(2, 3)
+        with session as rec:
+            model(x)
+        x.numpy()[:] = 7.0  # memory that a raw pointer knows
+        assert rec["0"].tolist() == rec["1"].tolist() == [[1.0] * 3] * 2
+    assert session._keeps[0]._inputs == ()  # and not held any longer

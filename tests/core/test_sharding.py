@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 
 import torchhook as th
-from tests.distributed.models import complete_streams
+from tests.distributed.torch26 import repair_fsdp2
 from torchhook._core.index import Index
 from torchhook._core.sharding import Homes
 from torchhook._torch import sharded
@@ -55,7 +55,7 @@ def test_ddp_replicates_what_it_is_not_told_to_ignore(group: None) -> None:
 def test_fsdp2_keeps_a_part_also_while_all_is_put_together(group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    complete_streams()
+    repair_fsdp2()
     net: Any = model()
     fully_shard(net)
     part = net[0].weight

@@ -9,6 +9,7 @@ from torch import distributed
 
 import torchhook as th
 from tests.distributed.models import WRAPPED, batch, gradients, loss, share
+from tests.distributed.ranks import each
 from torchhook import edits
 
 SITES = ["blocks.0.a", "blocks.0/relu", "blocks.1:input", "blocks.1", "head", "(model)"]
@@ -21,40 +22,30 @@ EDITS = {
 }
 
 
-def captured() -> Any:
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = make()
-        with th.capture(model, *SITES, *GRADIENTS) as rec:
-            loss(model(share(batch()))).backward()
-        found[kind] = {site: rec[site] for site in (*SITES, *GRADIENTS)}, gradients(model)
-    return found
+def captured(kind: str) -> Any:
+    model = WRAPPED[kind]()
+    with th.capture(model, *SITES, *GRADIENTS) as rec:
+        loss(model(share(batch()))).backward()
+    return {site: rec[site] for site in (*SITES, *GRADIENTS)}, gradients(model)
 
 
-def edited() -> Any:
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = make()
-        with th.edit(model, EDITS):
-            output = model(share(batch()))
-            loss(output).backward()
-        found[kind] = output.detach(), gradients(model)
-    return found
+def edited(kind: str) -> Any:
+    model = WRAPPED[kind]()
+    with th.edit(model, EDITS):
+        output = model(share(batch()))
+        loss(output).backward()
+    return output.detach(), gradients(model)
 
 
-def one_rank_captures() -> Any:
+def one_rank_captures(kind: str) -> Any:
     """Also what the reduction waits for comes in time."""
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = make()
-        if distributed.get_rank() == 1:
-            with th.capture(model, *SITES, *GRADIENTS) as rec, th.guard(model):
-                loss(model(share(batch()))).backward()
-            found[kind] = {site: rec[site] for site in (*SITES, *GRADIENTS)}, gradients(model)
-        else:
-            loss(model(share(batch()))).backward()
-            found[kind] = {}, gradients(model)
-    return found
+    model = WRAPPED[kind]()
+    if distributed.get_rank() == 0:
+        loss(model(share(batch()))).backward()
+        return {}, gradients(model)
+    with th.capture(model, *SITES, *GRADIENTS) as rec, th.guard(model):
+        loss(model(share(batch()))).backward()
+    return {site: rec[site] for site in (*SITES, *GRADIENTS)}, gradients(model)
 
 
-SCENARIOS = {f.__name__: f for f in (captured, edited, one_rank_captures)}
+SCENARIOS = each(WRAPPED, captured, edited, one_rank_captures)

@@ -10,7 +10,8 @@ import torch
 from torch import distributed, nn
 
 import torchhook as th
-from tests.distributed.models import WRAPPED, batch, ddp, fsdp1, fsdp2, gradients, loss, share
+from tests.distributed.models import WRAPPED, batch, ddp, fsdp1, gradients, loss, share
+from tests.distributed.ranks import each
 
 NORM, VALUE = 0.5, 0.2
 
@@ -24,12 +25,12 @@ def clipped(model: nn.Module, **limit: float) -> Any:
     return after, gradients(model)
 
 
-def norms() -> Any:
-    return {kind: clipped(make(), norm=NORM) for kind, make in WRAPPED.items()}
+def norms(kind: str) -> Any:
+    return clipped(WRAPPED[kind](), norm=NORM)
 
 
-def values() -> Any:
-    return {kind: clipped(make(), value=VALUE) for kind, make in WRAPPED.items()}
+def values(kind: str) -> Any:
+    return clipped(WRAPPED[kind](), value=VALUE)
 
 
 def in_buckets() -> Any:
@@ -51,28 +52,22 @@ def flat() -> Any:
     return squares.sqrt().item()
 
 
-def for_good() -> Any:
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = th.gradient_clipper(make(), VALUE)
-        for _ in range(2):
-            model.zero_grad()
-            loss(model(share(batch()))).backward()
-        found[kind] = gradients(model)
-    return found
+def for_good(kind: str) -> Any:
+    model = th.gradient_clipper(WRAPPED[kind](), VALUE)
+    for _ in range(2):
+        model.zero_grad()
+        loss(model(share(batch()))).backward()
+    return gradients(model)
 
 
-def without_sync() -> Any:
+def without_sync(kind: str) -> Any:
     """Two passes, of which the first leaves each rank its own gradients."""
-    found = {}
-    for kind, make in WRAPPED.items():
-        model: Any = make()
-        with th.clip_gradients(model, norm=NORM):
-            with no_sync(model):
-                loss(model(share(batch()))).backward()
+    model: Any = WRAPPED[kind]()
+    with th.clip_gradients(model, norm=NORM):
+        with no_sync(model):
             loss(model(share(batch()))).backward()
-        found[kind] = gradients(model)
-    return found
+        loss(model(share(batch()))).backward()
+    return gradients(model)
 
 
 @contextlib.contextmanager
@@ -86,38 +81,33 @@ def no_sync(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(True)
 
 
-def one_rank_clips() -> Any:
-    found = {}
-    for kind, make in (("fsdp1", fsdp1), ("fsdp2", fsdp2)):
-        model: nn.Module = make()
-        limit = th.clip_gradients(model, norm=NORM) if distributed.get_rank() == 0 else contextlib.nullcontext()
-        try:
-            with limit:
-                loss(model(share(batch()))).backward()
-            found[kind] = "no error"
-        except th.errors.SessionError as error:
-            found[kind] = str(error)
-    return found
+def one_rank_clips(kind: str) -> Any:
+    model = WRAPPED[kind]()
+    limit = th.clip_gradients(model, norm=NORM) if distributed.get_rank() == 0 else contextlib.nullcontext()
+    try:
+        with limit:
+            loss(model(share(batch()))).backward()
+    except th.errors.SessionError as error:
+        return str(error)
+    return "no error"
 
 
-def trained() -> Any:
+def trained(kind: str) -> Any:
     """The ranks stay together over many steps."""
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with th.clip_gradients(model, norm=NORM):
-            for _ in range(10):
-                optimizer.zero_grad()
-                loss(model(share(batch()))).backward()
-                optimizer.step()
-        optimizer.zero_grad()
-        loss(model(share(batch()))).backward()
-        found[kind] = gradients(model)
-    return found
+    model = WRAPPED[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with th.clip_gradients(model, norm=NORM):
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss(model(share(batch()))).backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    loss(model(share(batch()))).backward()
+    return gradients(model)
 
 
 SCENARIOS = {
-    f.__name__: f
-    for f in (norms, values, in_buckets, static_graph, flat, for_good, without_sync, one_rank_clips, trained)
+    **each(WRAPPED, norms, values, for_good, without_sync, trained),
+    **each(["fsdp1", "fsdp2"], one_rank_clips),
+    **{f.__name__: f for f in (in_buckets, static_graph, flat)},
 }

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, distributed
 
 import torchhook as th
-from tests.distributed.models import WRAPPED, batch, ddp, fsdp1, fsdp2, gradients, loss, share
+from tests.distributed.models import WRAPPED, batch, ddp, fsdp2, gradients, loss, share
+from tests.distributed.ranks import each
 from torchhook import edits
 
 SITES = ["blocks.0.a.weight:grad", "blocks.1.b.bias:grad", "head.weight:grad", "head.bias:grad"]
@@ -108,17 +109,14 @@ def captured_and_edited() -> Any:
     return rec["head.weight:grad"], gradients(model)["head.weight"]
 
 
-def one_rank_captures_its_part() -> Any:
-    found = []
-    for make in (ddp, fsdp1, fsdp2):
-        model = make()
-        if distributed.get_rank() == 0:
-            with th.capture(model, *SITES, "blocks.0") as rec:
-                loss(model(share(batch()))).backward()
-            found.append(len(rec))
-        else:
-            loss(model(share(batch()))).backward()
-    return found
+def one_rank_captures_its_part(kind: str) -> Any:
+    model = WRAPPED[kind]()
+    if distributed.get_rank() == 1:
+        loss(model(share(batch()))).backward()
+        return "no session"
+    with th.capture(model, *SITES, "blocks.0") as rec:
+        loss(model(share(batch()))).backward()
+    return len(rec)
 
 
 def one_rank_wants_all() -> Any:
@@ -161,8 +159,7 @@ SCENARIOS = {
         edited_fsdp1,
         edited_fsdp2,
         captured_and_edited,
-        one_rank_captures_its_part,
         one_rank_wants_all,
         nothing_is_left_behind,
     )
-}
+} | each(WRAPPED, one_rank_captures_its_part)

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 
 import torchhook as th
 from tests.distributed.models import WRAPPED, Net, batch, ddp, fsdp1, fsdp2, loss, net, share
+from tests.distributed.ranks import each
 
 
 def spoilt(site: str) -> Net:
@@ -24,43 +25,40 @@ def spoilt(site: str) -> Net:
     return model
 
 
-def weights() -> Any:
+def weights(kind: str) -> Any:
+    wraps: dict[str, Callable[[Net], nn.Module]] = {
+        "ddp": nn.parallel.DistributedDataParallel,
+        "fsdp1": lambda model: fsdp1(model=model),
+        "fsdp2": fsdp2,
+    }
     found = {}
-    for kind, wrap in (("ddp", nn.parallel.DistributedDataParallel), ("fsdp1", fsdp1), ("fsdp2", fsdp2)):
-        for site in ("blocks.1.b.weight", "head.weight"):
-            model = spoilt(site)
-            wrapped: Any = fsdp1(model=model) if kind == "fsdp1" else wrap(model)
-            with th.guard(wrapped, action="record") as g:
-                loss(wrapped(share(batch()))).backward()
-            found[kind, site] = [(f.kind, str(f.site), str(f.used_by)) for f in g.findings]
+    for site in ("blocks.1.b.weight", "head.weight"):
+        wrapped = wraps[kind](spoilt(site))
+        with th.guard(wrapped, action="record") as g:
+            loss(wrapped(share(batch()))).backward()
+        found[site] = [(f.kind, str(f.site), str(f.used_by)) for f in g.findings]
     return found
 
 
-def nothing_is_found_in_sound_models() -> Any:
-    found = []
-    for make in WRAPPED.values():
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with th.guard(model, action="record") as g:
-            for _ in range(5):
-                optimizer.zero_grad()
-                loss(model(share(batch()))).backward()
-                optimizer.step()
-        found += g.findings
-    return [str(finding) for finding in found]
+def nothing_is_found_in_sound_models(kind: str) -> Any:
+    model = WRAPPED[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with th.guard(model, action="record") as g:
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss(model(share(batch()))).backward()
+            optimizer.step()
+    return [str(finding) for finding in g.findings]
 
 
-def gradients() -> Any:
+def gradients(kind: str) -> Any:
     def rooted(output: Tensor) -> Tensor:
         return (output - output.detach()).pow(2).sum().sqrt()
 
-    found = {}
-    for kind, make in WRAPPED.items():
-        model = make()
-        with th.guard(model, action="record") as g:
-            rooted(model(share(batch()))).backward()
-        found[kind] = [(f.kind, f.phase) for f in g.findings]
-    return found
+    model = WRAPPED[kind]()
+    with th.guard(model, action="record") as g:
+        rooted(model(share(batch()))).backward()
+    return [(f.kind, f.phase) for f in g.findings]
 
 
 def a_rank_raises() -> Any:
@@ -151,21 +149,22 @@ def _passes(make: Callable[[], nn.Module], action: str, thorough: bool = False, 
     return [found, [(f.kind, str(f.site), f.run, f.times, f.headline) for f in g.findings]]
 
 
-def what_another_rank_brought() -> Any:
+MANNERS: dict[str, Callable[[], list[Any]]] = {
+    "ddp": lambda: _passes(ddp, "record"),
+    "bucket_view": lambda: _passes(lambda: ddp(gradient_as_bucket_view=True), "record"),
+    "static_graph": lambda: _passes(lambda: ddp(static_graph=True), "record"),
+    "unused": lambda: _passes(lambda: ddp(find_unused_parameters=True), "record"),
+    "fsdp1": lambda: _passes(fsdp1, "record"),
+    "fsdp1_flat": lambda: _passes(lambda: fsdp1(use_orig_params=False), "record"),
+    "fsdp2": lambda: _passes(fsdp2, "record"),
+    "thorough": lambda: _passes(ddp, "record", thorough=True),
+    "inner": lambda: _passes(ddp, "record", inner=True),
+}
+
+
+def what_another_rank_brought(manner: str) -> Any:
     """Rank 1's loss spoils its gradients, and with the reduction those of rank 0."""
-    made: dict[str, Callable[[], nn.Module]] = {
-        "ddp": ddp,
-        "bucket view": lambda: ddp(gradient_as_bucket_view=True),
-        "static graph": lambda: ddp(static_graph=True),
-        "unused": lambda: ddp(find_unused_parameters=True),
-        "fsdp1": fsdp1,
-        "fsdp1 flat": lambda: fsdp1(use_orig_params=False),
-        "fsdp2": fsdp2,
-    }
-    found: dict[Any, Any] = {kind: _passes(make, "record") for kind, make in made.items()}
-    found["thorough"] = _passes(ddp, "record", thorough=True)
-    found["inner"] = _passes(ddp, "record", inner=True)
-    return found
+    return MANNERS[manner]()
 
 
 def what_another_rank_brought_raises() -> Any:
@@ -215,12 +214,8 @@ def operations_are_the_models_own() -> Any:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        weights,
-        nothing_is_found_in_sound_models,
-        gradients,
         a_rank_raises,
         one_rank_repeats,
-        what_another_rank_brought,
         what_another_rank_brought_raises,
         what_another_rank_brought_to_a_static_graph,
         what_stays_bad_is_nobodys_fault_again,
@@ -228,3 +223,5 @@ SCENARIOS = {
         operations_are_the_models_own,
     )
 }
+SCENARIOS |= each(WRAPPED, weights, nothing_is_found_in_sound_models, gradients)
+SCENARIOS |= each(MANNERS, what_another_rank_brought)

@@ -8,27 +8,28 @@ import torch
 from torch import distributed, nn
 
 import torchhook as th
-from tests.distributed.models import WRAPPED, Net, batch, fsdp1, fsdp2, gradients, loss, net, share
+from tests.distributed.models import WRAPPED, Net, batch, fsdp2, gradients, loss, net, share
+from tests.distributed.ranks import each
 from torchhook import edits
 
 INSIDE = ["blocks.0.a", "blocks.0.b:input", "blocks.0.b.weight", "head.weight"]
 OUTSIDE = ["blocks.0", "head", "(model)", "blocks.1:input", "blocks.0.a:input"]
+SHARDED = ["fsdp1", "fsdp2"]
 
 
-def alone() -> Any:
+def alone(kind: str) -> Any:
     """A loss on nothing but the kept value."""
-    found = {}
-    for kind, make in (("fsdp1", fsdp1), ("fsdp2", fsdp2)):
-        for site in [*INSIDE, *OUTSIDE]:
-            model: nn.Module = make()
-            with th.capture(model, site, keep="live") as rec:
-                model(share(batch()).requires_grad_())
-            try:
-                rec[site].pow(2).sum().backward()
-                # FSDP1 waits for a gradient at its root before it lets anyone look.
-                found[kind, site] = gradients(model) if kind == "fsdp2" else "no error"
-            except th.errors.SessionError as error:
-                found[kind, site] = str(error)
+    found: dict[str, Any] = {}
+    for site in [*INSIDE, *OUTSIDE]:
+        model = WRAPPED[kind]()
+        with th.capture(model, site, keep="live") as rec:
+            model(share(batch()).requires_grad_())
+        try:
+            rec[site].pow(2).sum().backward()
+            # FSDP1 waits for a gradient at its root before it lets anyone look.
+            found[site] = gradients(model) if kind == "fsdp2" else "no error"
+        except th.errors.SessionError as error:
+            found[site] = str(error)
     return found
 
 
@@ -46,38 +47,40 @@ def attached() -> Any:
     return found
 
 
-def ended_early() -> Any:
+def ended_early(kind: str) -> Any:
     """A loss on a feature at which the forward pass ended: the wrapper never learned that a backward pass comes."""
-    found: dict[Any, Any] = {}
-    for kind, make in WRAPPED.items():
-        for attach in (False, True):
-            model: nn.Module = make()
-            extractor = th.FeatureExtractor(model, ["blocks.0"], stop=True, attach=attach)
-            with torch.no_grad():
-                found[kind, attach, "value"] = extractor(share(batch()))["blocks.0"]
-            try:
-                loss(extractor(share(batch()))["blocks.0"]).backward()
-                found[kind, attach] = gradients(model)
-            except th.errors.SessionError as error:
-                found[kind, attach] = str(error)
+    found: dict[bool, Any] = {}
+    for attach in (False, True):
+        model = WRAPPED[kind]()
+        extractor = th.FeatureExtractor(model, ["blocks.0"], stop=True, attach=attach)
+        with torch.no_grad():
+            value = extractor(share(batch()))["blocks.0"]
+        try:
+            loss(extractor(share(batch()))["blocks.0"]).backward()
+            found[attach] = value, gradients(model)
+        except th.errors.SessionError as error:
+            found[attach] = value, str(error)
+    return found
+
+
+def ended_early_inside() -> Any:
+    """The same where the wrapper is around all of it."""
     around = nn.parallel.DistributedDataParallel(
         th.FeatureExtractor(net(), ["blocks.0"], stop=True), find_unused_parameters=True
     )
     loss(around(share(batch()))["blocks.0"]).backward()
-    found["around"] = {name.removeprefix("model."): grad for name, grad in gradients(around).items()}
-    return found
+    return {name.removeprefix("model."): grad for name, grad in gradients(around).items()}
 
 
-def added() -> Any:
-    """The same, added to a loss on the output."""
+def added(kind: str) -> Any:
+    """A loss on the kept value, added to one on the output."""
     found = {}
-    for kind, make in (("fsdp1", fsdp1), ("fsdp2", fsdp2)):
-        for site in ["blocks.0.a", "blocks.0.b:input", "blocks.0"]:
-            model: nn.Module = make()
-            with th.capture(model, site, keep="live") as rec:
-                output = model(share(batch()))
-            (loss(output) + loss(rec[site])).backward()
-            found[kind, site] = gradients(model)
+    for site in ["blocks.0.a", "blocks.0.b:input", "blocks.0"]:
+        model = WRAPPED[kind]()
+        with th.capture(model, site, keep="live") as rec:
+            output = model(share(batch()))
+        (loss(output) + loss(rec[site])).backward()
+        found[site] = gradients(model)
     return found
 
 
@@ -190,10 +193,8 @@ def tensor_parallel_one_rank() -> Any:
 SCENARIOS = {
     f.__name__: f
     for f in (
-        alone,
         attached,
-        ended_early,
-        added,
+        ended_early_inside,
         tensor_parallel,
         tensor_parallel_edits,
         tensor_parallel_clip,
@@ -205,3 +206,5 @@ SCENARIOS = {
         saved_parts,
     )
 }
+SCENARIOS |= each(SHARDED, alone, added)
+SCENARIOS |= each(WRAPPED, ended_early)

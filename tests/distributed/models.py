@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from tests.distributed.torch26 import repair_fsdp2
+
 
 class Block(nn.Module):
     """Has weights of odd shapes: parts of different sizes lie on the ranks."""
@@ -68,17 +70,10 @@ def fsdp1(use_orig_params: bool = True, model: nn.Module | None = None) -> nn.Mo
     )
 
 
-def complete_streams() -> None:
-    """In torch 2.6, streams of the CPU lack two methods that FSDP2 calls; since then they are there and do nothing."""
-    for name in ("record_event", "wait_event"):
-        if not hasattr(torch.cpu.Stream, name):
-            setattr(torch.cpu.Stream, name, lambda *arguments: None)
-
-
 def fsdp2(model: Net | None = None) -> Net:
     from torch.distributed.fsdp import fully_shard
 
-    complete_streams()
+    repair_fsdp2()
     model = net() if model is None else model
     for block in model.blocks:
         fully_shard(block)

@@ -10,6 +10,7 @@ is told with the stacks of every rank::
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ class Results:
         if failed:
             raise RankError("\n".join([scenario, *failed, self.log]))
         return [found[scenario][1] for found in self._by_rank]
+
+
+def each(kinds: Iterable[str], *functions: Callable[[str], Any]) -> dict[str, Callable[[], Any]]:
+    """A scenario of each function for each kind, ``name_kind``: what one kind cannot do fails no test of another."""
+    return {f"{f.__name__}_{kind}": functools.partial(f, kind) for f in functions for kind in kinds}
 
 
 def scenarios(module: str) -> list[str]:
@@ -115,6 +121,7 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
     torch.set_num_threads(1)
     store = distributed.FileStore(f"{folder}/store", WORLD)
     functions = importlib.import_module(module).SCENARIOS
+    groups = []
     with (Path(folder) / f"results{rank}").open("wb") as file:
         for turn, name in enumerate(names):
             # A group for each: what one scenario leaves waiting must not answer the next.
@@ -125,6 +132,8 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
                 world_size=WORLD,
                 timeout=timedelta(seconds=_WAIT),
             )
+            # Never freed: torch 2.6 waits for the threads of a group that is, and they may be waiting for Python.
+            groups.append(distributed.group.WORLD)
             torch.manual_seed(0)
             began = time.monotonic()
             try:
@@ -139,7 +148,9 @@ def _main(module: str, folder: str, rank: int, limit: float, names: list[str]) -
             store.add(f"done {turn}", 1)
             store.set(f"done {turn} {rank}", "yes")
             store.wait([f"done {turn} {other}" for other in range(WORLD)], timedelta(seconds=2 * _WAIT))
-    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # frees no group either
 
 
 if __name__ == "__main__":

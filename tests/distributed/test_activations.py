@@ -58,8 +58,7 @@ def whole() -> Net:
 @pytest.mark.shows("Sharded training: captures of activations and their gradients")
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_and_their_gradients_are_those_of_the_ranks_batch(found: Results, kind: str) -> None:
-    for ranks, x in zip(found["captured"], batch().chunk(2), strict=True):
-        captured, after = ranks[kind]
+    for (captured, after), x in zip(found[f"captured_{kind}"], batch().chunk(2), strict=True):
         close(captured, by_hand(x))
         close(after, grads(whole()))
 
@@ -75,15 +74,15 @@ def test_edited_activations_give_the_outputs_and_gradients_of_a_single_process(f
     first.b.register_forward_hook(lambda _, __, output: output.register_hook(lambda grad: 2 * grad) and None)
     output = model(batch())
     loss(output).backward()
-    for ranks, part in zip(found["edited"], output.detach().chunk(2), strict=True):
-        close(ranks[kind][0], part)
-        close(ranks[kind][1], grads(model))
+    for (edited, after), part in zip(found[f"edited_{kind}"], output.detach().chunk(2), strict=True):
+        close(edited, part)
+        close(after, grads(model))
 
 
 @pytest.mark.shows("Sharded training: one rank alone that captures")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_alone_captures_and_guards_and_nobody_waits(found: Results, kind: str) -> None:
-    (nothing, first), (captured, second) = (ranks[kind] for ranks in found["one_rank_captures"])
+    (nothing, first), (captured, second) = found[f"one_rank_captures_{kind}"]
     assert nothing == {}
     close(captured, by_hand(batch().chunk(2)[1]))
     close([first, second], [grads(whole())] * 2)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.distributed.models import batch, net
+from tests.distributed.guarding import MANNERS
+from tests.distributed.models import WRAPPED, batch, net
 from tests.distributed.ranks import Results
 
 pytestmark = pytest.mark.slow
@@ -19,20 +20,23 @@ def found(results: Callable[[str], Results]) -> Results:
 
 
 @pytest.mark.shows("Sharded training: guard")
-def test_a_bad_weight_is_named_and_not_what_gathers_it(found: Results) -> None:
-    for findings in found["weights"]:
-        assert len(findings) == 6
-        for (_, site), blamed in findings.items():
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_bad_weight_is_named_and_not_what_gathers_it(found: Results, kind: str) -> None:
+    for findings in found[f"weights_{kind}"]:
+        assert len(findings) == 2
+        for site, blamed in findings.items():
             module = site.rpartition(".")[0]
             assert blamed == [("parameter", site, f"{module}/linear#0")]
 
 
-def test_nothing_is_found_where_nothing_is_wrong(found: Results) -> None:
-    assert found["nothing_is_found_in_sound_models"] == [[], []]
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_nothing_is_found_where_nothing_is_wrong(found: Results, kind: str) -> None:
+    assert found[f"nothing_is_found_in_sound_models_{kind}"] == [[], []]
 
 
-def test_a_bad_gradient_is_the_losses_fault(found: Results) -> None:
-    assert found["gradients"] == [{kind: [("loss", "backward")] for kind in ("ddp", "fsdp1", "fsdp2")}] * 2
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_bad_gradient_is_the_losses_fault(found: Results, kind: str) -> None:
+    assert found[f"gradients_{kind}"] == [[("loss", "backward")]] * 2
 
 
 @pytest.mark.shows("Sharded training: guard")
@@ -56,15 +60,17 @@ def test_one_rank_repeats_what_needs_no_other_and_says_where_it_cannot(found: Re
     assert second == {key: [("0.weight:grad", "")] for key in first}
 
 
-def test_what_another_rank_brought_is_told_before_backward_returns(found: Results) -> None:
-    first, second = found["what_another_rank_brought"]
-    assert len(first) == len(second) == 9
-    for (passes, findings), (others, blamed) in zip(first.values(), second.values(), strict=True):
-        assert passes == others == [("", True), ("", False), ("", True)]  # the second was spoilt, on both ranks
-        assert [(kind, run, times) for kind, _, run, times, _ in findings] == [("rank", 1, 1)]
-        assert findings[0][1] in ("blocks.0.a.weight:grad", "_flat_param:grad")
-        assert "it came from another rank, for what this one gave was finite" in findings[0][4]
-        assert [(kind, run, times) for kind, _, run, times, _ in blamed] == [("loss", 1, 1)]
+@pytest.mark.parametrize("manner", MANNERS)
+def test_what_another_rank_brought_is_told_before_backward_returns(found: Results, manner: str) -> None:
+    (passes, findings), (others, blamed) = found[f"what_another_rank_brought_{manner}"]
+    assert passes == others == [("", True), ("", False), ("", True)]  # the second was spoilt, on both ranks
+    assert [(kind, run, times) for kind, _, run, times, _ in findings] == [("rank", 1, 1)]
+    assert findings[0][1] in ("blocks.0.a.weight:grad", "_flat_param:grad")
+    assert "it came from another rank, for what this one gave was finite" in findings[0][4]
+    assert [(kind, run, times) for kind, _, run, times, _ in blamed] == [("loss", 1, 1)]
+
+
+def test_what_another_rank_brought_to_the_first_pass_of_a_static_graph_is_told(found: Results) -> None:
     assert found["what_another_rank_brought_to_a_static_graph"] == [[("rank", "backward")], [("loss", "backward")]]
 
 

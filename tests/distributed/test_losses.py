@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
-from tests.distributed.losses import INSIDE, OUTSIDE
+from tests.distributed.losses import INSIDE, OUTSIDE, SHARDED
 from tests.distributed.models import batch, loss, net
 from tests.distributed.ranks import Results
 from tests.distributed.test_watching import by_hand, check
@@ -36,12 +36,12 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.shows("Sharded training: a loss on a value that FSDP frees", error="SessionError")
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.parametrize("site", INSIDE)
 def test_a_loss_whose_gradients_fsdp_would_lose_is_refused(found: Results, kind: str, site: str) -> None:
-    for said in found["alone"]:
-        assert f"{site!r}: a loss on this value alone would lose the gradients" in said[kind, site]
-        assert ("'blocks.0'" if site.startswith("blocks") else "the model") in said[kind, site]
+    for said in found[f"alone_{kind}"]:
+        assert f"{site!r}: a loss on this value alone would lose the gradients" in said[site]
+        assert ("'blocks.0'" if site.startswith("blocks") else "the model") in said[site]
 
 
 @pytest.mark.shows("Sharded training: a loss on a captured value")
@@ -53,9 +53,13 @@ def test_a_loss_that_comes_through_an_output_of_fsdp_gives_the_gradients_of_a_si
     with th.capture(model, site, keep="live") as rec:
         model(batch().requires_grad_())
     (rec[site].pow(2).sum() / 2).backward()  # FSDP takes the mean over the ranks
-    for after in found["alone"]:
-        close(after["fsdp2", site], grads(model))
-        assert after["fsdp1", site] == "no error"
+    for after in found["alone_fsdp2"]:
+        close(after[site], grads(model))
+
+
+@pytest.mark.parametrize("site", OUTSIDE)
+def test_a_loss_that_comes_through_an_output_of_fsdp1_is_not_refused(found: Results, site: str) -> None:
+    assert [after[site] for after in found["alone_fsdp1"]] == ["no error"] * 2
 
 
 def test_hooks_that_stay_refuse_such_a_loss_too(found: Results) -> None:
@@ -66,30 +70,41 @@ def test_hooks_that_stay_refuse_such_a_loss_too(found: Results) -> None:
         close(after["blocks.0"], grads(model))
 
 
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel"}
+
+
 @pytest.mark.parametrize("attach", [False, True])
-def test_a_loss_on_what_the_forward_pass_ended_at_is_right_or_refused(found: Results, attach: bool) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_a_loss_on_what_the_forward_pass_ended_at_is_right_or_refused(found: Results, kind: str, attach: bool) -> None:
     model = net()
     output = model.blocks[0](batch())
     loss(output).backward()
-    for rank, after in enumerate(found["ended_early"]):
-        for kind in ("ddp", "fsdp1", "fsdp2"):
-            close(after[kind, attach, "value"], output.chunk(2)[rank].detach())
-        assert "stop=True" in after["ddp", attach]
-        assert "DistributedDataParallel" in after["ddp", attach]
-        assert "FullyShardedDataParallel" in after["fsdp1", attach]
-        close(after["fsdp2", attach], grads(model))
-        close(after["around"], grads(model))
+    for ranks, part in zip(found[f"ended_early_{kind}"], output.detach().chunk(2), strict=True):
+        value, after = ranks[attach]
+        close(value, part)
+        if kind == "fsdp2":
+            close(after, grads(model))
+        else:
+            assert "stop=True" in after
+            assert WRAPPERS[kind] in after
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_a_wrapper_around_a_model_that_ends_early_gives_the_gradients_of_a_single_process(found: Results) -> None:
+    model = net()
+    loss(model.blocks[0](batch())).backward()
+    for after in found["ended_early_inside"]:
+        close(after, grads(model))
+
+
+@pytest.mark.parametrize("kind", SHARDED)
 @pytest.mark.parametrize("site", ["blocks.0.a", "blocks.0.b:input", "blocks.0"])
 def test_a_loss_that_is_added_to_one_on_the_output_is_right(found: Results, kind: str, site: str) -> None:
     model = net()
     with th.capture(model, site, keep="live") as rec:
         output = model(batch())
     (loss(output) + loss(rec[site])).backward()
-    for after in found["added"]:
-        close(after[kind, site], grads(model))
+    for after in found[f"added_{kind}"]:
+        close(after[site], grads(model))
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import cProfile
+import gc
 import pstats
 import warnings
 from typing import Any
@@ -132,7 +133,13 @@ def test_layers_that_are_frozen_or_replaced_between_steps_are_followed() -> None
 
 def calls_of(step: Any) -> int:
     profile = cProfile.Profile()
-    profile.runcall(step)
+    # What other tests have left is not freed meanwhile, and whoever is told of a collection is not called.
+    gc.collect()
+    gc.disable()
+    try:
+        profile.runcall(step)
+    finally:
+        gc.enable()
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
@@ -156,7 +163,7 @@ def test_a_measured_step_costs_few_calls_for_each_layer_and_others_next_to_none(
     with watch(model, alarms=False):
         for _ in range(4):
             step()
-        assert calls_of(step) - plain < 75 * 80
+        assert calls_of(step) - plain < 75 * 65
     with watch(model, every=4, alarms=False):
         for _ in range(7):
             step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,7 @@ def _is_cache(key: Any, value: Any) -> bool:
 
 def to_onnx(
     wrapper: nn.Module,
+    own: inspect.Signature,
     paths: list[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -54,12 +56,35 @@ def to_onnx(
     dynamic_shapes: Any,
     options: dict[str, Any],
 ) -> Any:
-    """Export a wrapper to ONNX, with the names of the sites on its outputs."""
+    """Export a wrapper to ONNX, with the names of the sites on its outputs; ``own`` are the model's own arguments."""
     require("onnxscript", "onnx")
-    program = torch.export.export(wrapper, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    shapes = _as_seen(dynamic_shapes, inspect.signature(wrapper.forward), own, args, kwargs)
+    program = torch.export.export(wrapper, args, kwargs, dynamic_shapes=shapes, strict=False)
     with torch.no_grad():
         result = program.module()(*args, **kwargs)
     return torch.onnx.export(program, (), path, output_names=output_names(result, paths), dynamo=True, **options)
+
+
+def _as_seen(
+    shapes: Any, seen: inspect.Signature, own: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Dynamic shapes of the model's own arguments, as ``torch.export`` has to be told them.
+
+    >>> seen = inspect.signature(lambda *args, **kwargs: None)
+    >>> _as_seen({"x": {0: "n"}, "mask": None}, seen, inspect.signature(lambda x, mask=None: 0), (1,), {"mask": 2})
+    {'args': ({0: 'n'},), 'kwargs': {'mask': None}}
+    """
+    # Before torch 2.9 it sees the wrapper's own forward, which takes anything.
+    loose = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if tuple(p.kind for p in seen.parameters.values()) != loose or not isinstance(shapes, (Mapping, tuple, list)):
+        return shapes
+    names = list(own.bind(*args, **kwargs).arguments)
+    named = shapes if isinstance(shapes, Mapping) else dict(zip(names, shapes, strict=False))
+    # What does not fit is left to torch, which says so; what the model itself takes in a heap has no name.
+    if set(named) != set(names) or len(shapes) != len(names) or any(own.parameters[n].kind in loose for n in names):
+        return shapes
+    found = {"args": tuple(named[name] for name in names[: len(args)]), "kwargs": {key: named[key] for key in kwargs}}
+    return {key: shape for key, shape in found.items() if shape}
 
 
 def output_names(result: Any, paths: list[str]) -> list[str]:

@@ -238,6 +238,7 @@ class Featured(Facade):
         """Export to ONNX, called with ``inputs``; its outputs have the names of the sites, and ``output``."""
         return to_onnx(
             self,
+            inspect.signature(types.MethodType(self._signed, self)),
             [path for path, _ in self._targets(Index(self.model))],
             *calling.arguments(inputs),
             path,

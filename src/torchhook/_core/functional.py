@@ -310,7 +310,8 @@ def _check_recomputable(tap: Tap, name: str) -> None:
 
 def depths() -> dict[int, int]:
     """How deep every listener of this thread is in its model, for ``unwind``."""
-    return {id(listener): listener.depth for listener in _modes.mode.listeners}
+    listeners = _modes.mode.listeners
+    return {id(listener): listener.depth for listener in listeners} if listeners else {}
 
 
 def unwind(depths: dict[int, int]) -> None:

@@ -34,7 +34,6 @@ from torchhook._values import tree
 
 _DEEP = 1000
 
-
 Leaf = tuple[str, Tensor]
 """A tensor of a value, and its address there."""
 
@@ -229,14 +228,14 @@ class OutputGradient:
     def entering(self, inputs: Any, call: int, source: Any, again: bool) -> Any:
         """Note what a module is given."""
         if type(inputs) is Tensor and not inputs.is_inference():
-            self.entered_before(inputs, version(inputs))
+            self._one = id(inputs), id(original(inputs)), version(inputs)
         else:
             self._one, self._entered = None, Entered(tree.tensors(inputs))
         return inputs
 
-    def entered_before(self, tensor: Tensor, version: int) -> None:
-        """Note a single plain tensor that a module is given, and its version then."""
-        self._one = id(tensor), id(original(tensor)), version
+    def was_written(self, tensor: Tensor) -> None:
+        """Note that a module has written to a single plain tensor that it was given."""
+        self._one = id(tensor), id(original(tensor)), version(tensor) - 1
 
     def is_new(self, value: Tensor, source: Any) -> bool:
         """Whether it is a value of its own, or what the module wrote to, and was given nothing else: as nearly all."""

@@ -202,39 +202,40 @@ class Attachable(Protocol):
 class Attachment:
     """Hooks that go away together, whatever happens: an interrupt may come between any two lines, here too."""
 
-    __slots__ = ("_undo",)
+    __slots__ = ("undo",)
 
     def __init__(self) -> None:
-        self._undo: Undo = []
+        self.undo: Undo = []
+        """What is done when they go, the last one first."""
 
     def attach(self, tap: Attachable, module: nn.Module) -> None:
         if _SCRIPT not in type(module).__mro__:  # it takes no hooks: a site there never runs, and says so
-            tap.attach(self._undo, module)
+            tap.attach(self.undo, module)
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""
-        put_on_leaf(self._undo, parameter, function)
+        put_on_leaf(self.undo, parameter, function)
 
     def follow_accumulated(self, parameter: Tensor, function: Callable[[Tensor], None]) -> None:
         """Call ``function`` with a parameter whenever its ``.grad`` has grown."""
-        self._undo.append(on_accumulated(parameter, function).remove)
+        self.undo.append(on_accumulated(parameter, function).remove)
 
     def defer(self, *undo: Callable[[], None]) -> None:
         """Call each of ``undo``, which may be called twice, when the hooks go; the last one first."""
-        self._undo += undo
+        self.undo += undo
 
     def remove(self) -> None:
         try:
             self._remove()
         finally:  # as surely does
-            if self._undo:
+            if self.undo:
                 self._remove()
 
     def _remove(self) -> None:
         failed: BaseException | None = None
-        while self._undo:
+        while self.undo:
             try:
-                last = self._undo[-1]
+                last = self.undo[-1]
                 if type(last) is tuple:  # as nearly all: what take_away does, without the call
                     last[0].pop(last[1], None)
                 else:
@@ -243,7 +244,7 @@ class Attachment:
                 if failed is None:
                     failed = error
                     continue
-            self._undo.pop()
+            self.undo.pop()
         if failed is not None:
             try:
                 raise failed

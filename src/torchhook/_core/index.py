@@ -62,8 +62,11 @@ class Index:
 
     def is_as_it_was(self) -> bool:
         """Whether the modules that were found are still where they were."""
-        # A list, as most are short: a generator takes longer to begin than these to look at.
-        return not [name for held, name, child in self.followed if name not in held or held[name] is not child]
+        # A loop, as most are short: a generator takes longer to begin than these to look at.
+        for held, name, child in self.followed:  # noqa: SIM110
+            if name not in held or held[name] is not child:
+                return False
+        return True
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose paths a glob matches, in the order of the model. Only where it leads is looked."""

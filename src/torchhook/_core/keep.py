@@ -156,7 +156,10 @@ class Keep:
         ``ids`` finds those that are no parameters, which are known by their type.
         """
         self._owned, self._find_ids, self._owned_ids = tensors, ids, None
-        self.called_with(())
+        # As called_with, without the call: this is done whenever a session opens and closes.
+        self._inputs, self._outliving_ids, self._outliving_storages = (), None, None
+        if self._placed:
+            self.called_with(())
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
@@ -196,8 +199,11 @@ class Keep:
 
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
-        self.owned_by(tuple)
-        self._placed = []
+        self._owned, self._find_ids, self._owned_ids = tuple, None, None
+        self._inputs, self._outliving_ids, self._outliving_storages = (), None, None
+        if self._placed:
+            self.called_with(())
+            self._placed = []
         if self._to_host is not None:
             self._to_host.settle()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch.fx
@@ -14,6 +14,7 @@ from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
 from torchhook._core.hooks import is_script
 from torchhook._core.index import Index
+from torchhook._core.keep import Keep
 from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
@@ -22,7 +23,7 @@ from torchhook._core.taps import Tap
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
 from torchhook.edits import StepsToCome
-from torchhook.errors import NeverRanWarning, RecomputeWarning, suggestion, warn
+from torchhook.errors import NeverRanWarning, RecomputeWarning, hint, suggestion, warn
 
 _ATTENTION = "scaled_dot_product_attention"
 NOT_CALLED = "the model was not called while the session was open: call it (not model.forward) inside the block."
@@ -182,6 +183,13 @@ def _no_gradient(target: Target, tap: GradTap, passing: Tap) -> str:
     return "no gradient reached it: call backward inside the block, on something that depends on it."
 
 
+def explain(error: BaseException, keeps: Iterable[Keep]) -> None:
+    """A loss on a value that is off the graph: torch does not know who took it off."""
+    detached = any(keep.mode in ("copy", "clone") for keep in keeps)
+    if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
+
+
 def note_steps(
     recording: Recording, site: Site, left: Sequence[StepsToCome], error: BaseException | None, scope: Scope
 ) -> None:
@@ -218,7 +226,12 @@ def tell(recording: Recording) -> None:
         lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
         warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
     if missing:
-        warn(_never_ran(len(missing), tuple(islice(missing.items(), 10))), NeverRanWarning)
+        warn(told(missing), NeverRanWarning)
+
+
+def told(missing: Mapping[str, str]) -> str:
+    """What is said of sites that never ran."""
+    return _never_ran(len(missing), tuple(islice(missing.items(), 10)))
 
 
 @functools.lru_cache(maxsize=16)  # a session that is opened again and again says the same at each end

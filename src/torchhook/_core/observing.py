@@ -19,7 +19,7 @@ from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listening, repeated
-from torchhook._torch import saved_tensor_hooks, torch_task, version
+from torchhook._torch import saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, is_on, knows_results, put_on_newest
 
@@ -91,7 +91,7 @@ def _written_to(gradient: OutputGradient) -> Alias:
 
     def leaving(value: Any, call: int, source: Any, again: bool) -> Any:
         if type(value) is Tensor and len(source) == 1 and value is source[0] and not value.is_inference():
-            gradient.entered_before(value, version(value) - 1)
+            gradient.was_written(value)
         return gradient.leaving(value, call, source, again)
 
     return leaving

@@ -21,6 +21,7 @@ from torchhook._core.lost_gradients import Units, early_end
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
+from torchhook._core.reopening import Reopening
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
 from torchhook._core.select import Target, other_names
 from torchhook._core.sharding import Homes
@@ -30,7 +31,7 @@ from torchhook._core.wiring import Taps
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._torch import graph_task
-from torchhook.errors import SelectorError, SessionError, hint, never_opened
+from torchhook.errors import SelectorError, SessionError, never_opened
 
 Threads = Literal["own", "all"]
 
@@ -60,6 +61,7 @@ class Session(Shown):
         """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
         self.unopened: str = ""
         self._recipe: Callable[[Session], None] | None = None
+        self._reopening: Reopening | None = None
         self._stops = False
         self._wait_again: Callable[[], None] = lambda: None
         self._depths: dict[int, int] = {}
@@ -210,43 +212,21 @@ class Session(Shown):
         return self
 
     def _open(self) -> Session:
-        if self._attachment is not None:
-            self._open_again()
+        reopening = None if self._attachment is None else self._begin_again()
         self.unopened = ""  # one that is refused was not forgotten
-        may_be_compiled = hooks.may_be_compiled(self.index.given)
-        taps, scope = self._taps, self.scope
-        taps.complete()
+        may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
         attachment = self._attachment = Attachment()
+        self._closed = False
         try:
-            attachment.defer(*[keep.release for keep in self._keeps])
-            for keep in self._keeps:
-                keep.owned_by(self.index.owned, self.index.plain_ids)
             if may_be_compiled:
-                hooks.eager_stance.hold_for(attachment, scope if self._own_threads_only else None)
-            attachment.defer(taps.let_go, scope.leave)
-            wiring.opened[id(taps)] = taps
-            if self.gathers is not None:
-                attachment.defer(self.gathers.close)
-                self.gathers.open()
-            if taps.listener is not None:
-                attachment.defer(taps.listener.close)
-                taps.listener.opened()
-                for module, boundary in taps.listener.boundaries(self.index):
-                    attachment.attach(boundary, module)
-            counted = steps.around(taps, self.recording, scope, attachment) if self._own_threads_only else taps
-            for module, tap in (*counted, *taps.leaving):
-                attachment.attach(tap, module)
-            if taps.parameters:
-                gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
-                for target, grad_tap in taps.parameters:
-                    self._followed[target.site] = gradients.follow(target, grad_tap, attachment)
-            for parameter, hook in self._leaves:
-                attachment.follow(parameter, hook)
+                hooks.eager_stance.hold_for(attachment, own)
+            attach = self._attach if reopening is None else reopening.attach
+            attach(attachment, self.recording, self._taps, own)
             self._depths = functional.depths()
-            if self._own_threads_only:
-                scope.enter()
+            if own is not None:
+                own.enter()
             elif UNSEEN in active.get():
-                for _, tap in taps:
+                for _, tap in self._taps:
                     tap.made_unseen = True
         except BaseException:
             attachment.remove()
@@ -254,13 +234,44 @@ class Session(Shown):
             raise
         return self
 
-    def _open_again(self) -> None:
+    def _attach(self, attachment: Attachment, recording: Recording, taps: Taps, own: Scope | None) -> None:
+        taps.complete()
+        attachment.defer(*[keep.release for keep in self._keeps], taps.let_go, self.scope.leave)
+        for keep in self._keeps:
+            keep.owned_by(self.index.owned, self.index.plain_ids)
+        wiring.opened[id(taps)] = taps
+        if self.gathers is not None:
+            attachment.defer(self.gathers.close)
+            self.gathers.open()
+        if taps.listener is not None:
+            attachment.defer(taps.listener.close)
+            taps.listener.opened()
+            for module, boundary in taps.listener.boundaries(self.index):
+                attachment.attach(boundary, module)
+        counted = taps if own is None else steps.around(taps, recording, own, attachment)
+        for module, tap in (*counted, *taps.leaving):
+            attachment.attach(tap, module)
+        if taps.parameters:
+            gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
+            self._followed = {target.site: gradients.follow(target, tap, attachment) for target, tap in taps.parameters}
+        for parameter, hook in self._leaves:
+            attachment.follow(parameter, hook)
+
+    def _begin_again(self) -> Reopening | None:
+        """Make all that belongs to one opening anew; the way to attach it, where that is a short one."""
         if not self._closed:
             raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
-        if self._recipe is None:
-            raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
-        self._begin()
-        self._recipe(self)
+        if self._reopening is None:
+            if self._recipe is None:
+                raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
+            self._begin()
+            self._recipe(self)
+            # What was built is kept as it is, and what opens is made like it, this time already.
+            if not (self._stops or self.gathers or self._leaves):
+                self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
+        if self._reopening is not None:
+            self.recording, self.scope, self._taps = self._reopening.made(self._own_threads_only)
+        return self._reopening
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.
@@ -316,7 +327,7 @@ class Session(Shown):
         try:
             if error is not None:
                 functional.unwind(self._depths)
-                self._explain(error)
+                never_ran.explain(error, self._keeps)
             if stopped:
                 self.recording.stopped = (
                     f"stop=True left the block at {self.scope.stopped_at!r}: calls of the model after this one did not "
@@ -343,19 +354,17 @@ class Session(Shown):
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        if self.reports and (self._followed or not self._taps.all_ran() or not self.index.is_as_it_was()):
+        is_as_it_was = not self._followed and self.index.is_as_it_was()
+        known = self._reopening if is_as_it_was and error is None else None
+        if self.reports and not (is_as_it_was and self._taps.all_ran()):
+            if known is not None and known.note_idle(self.recording, self._taps, self._warn):
+                return
             self._report(error)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)
-
-    def _explain(self, error: BaseException) -> None:
-        """A loss on a value that is off the graph: torch does not know who took it off."""
-        detached = any(keep.mode in ("copy", "clone") for keep in self._keeps)
-        if detached and isinstance(error, RuntimeError) and "does not require grad" in str(error):
-            hint(error, "values are recorded without their graph; th.capture(…, keep='live') keeps them on it.")
 
     def _report(self, error: BaseException | None) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""

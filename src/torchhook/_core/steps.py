@@ -7,102 +7,25 @@ on which it stands; those of a loop that somebody wrote, by the cache that goes 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 
+from torchhook._core.generators import CACHES, TOKENS, generators
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
-from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import frames, graph_task, times_running
+from torchhook._torch import caller, graph_task, times_running
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
 
-_CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 _KEPT = ("logits_to_keep", "num_logits_to_keep")
-_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-
-_known: WeakKeyDictionary[Index, list[nn.Module]] = WeakKeyDictionary()
-"""By the names of a model: a session that opens again looks for nothing."""
-
-
-_kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
-
-
-def generators(index: Index) -> list[nn.Module]:
-    """The modules of a model that are called again and again while something is generated: mostly the model itself.
-
-    Whatever has a ``generate``, however deep it lies; and the one that takes tokens and a cache, which a loop of
-    somebody's own may call.
-    """
-    found = _known.get(index)
-    if found is None:
-        outer = _walked([index.root], _takes_cache)
-        whole = [module for module in outer.values() if _takes_cache(_kind(module))]
-        # What such a model holds is called by it, unless it generates by itself.
-        every = outer | _walked([child for module in whole for child in _children(module)])
-        # Of several, none of which generates, nobody can tell whose calls are the steps.
-        alone = id(whole[0]) if len(whole) == 1 else None
-        found = [module for key, module in every.items() if key == alone or _generates(_kind(module))]
-        _known[index] = found
-    return found
-
-
-def _walked(waiting: list[nn.Module], ends: Callable[[Any], bool] = lambda kind: False) -> dict[int, nn.Module]:
-    """Modules and those below them that may matter, by id; but none below those whose class ``ends`` names."""
-    found: dict[int, nn.Module] = {}
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            if not ends(_kind(module)):
-                waiting += _children(module)
-    return found
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    """Those that hold others, or generate: most of a model are leaves that do neither, and they take the time."""
-    own = module._modules.values()
-    return [c for c in own if c is not None and (c._modules or (type(c) not in _TORCH and _generates(_kind(c))))]
-
-
-_TORCH = frozenset(kind for kind in vars(nn).values() if isinstance(kind, type))
-
-
-# By class, and remembered: this is asked whenever a session opens.
-
-
-@functools.lru_cache(maxsize=512)
-def _generates(kind: type[nn.Module]) -> bool:
-    if not callable(getattr(kind, "generate", None)):
-        return False
-    can = getattr(kind, "can_generate", None)  # of transformers: some have the method and only refuse
-    try:
-        return can is None or bool(can())
-    except TypeError:  # a method of an instance, of somebody else
-        return True
-
-
-@functools.lru_cache(maxsize=512)
-def _takes_cache(kind: type[nn.Module]) -> bool:
-    """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
-    forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return False
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    # A block takes a cache too; that it has grown by then would be read as a later position.
-    return any(name in names for name in _TOKENS) and any(name in names for name in _CACHES)
 
 
 class Place(NamedTuple):
@@ -116,7 +39,10 @@ class Place(NamedTuple):
 def place(module: nn.Module) -> Place | None:
     """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
     found, prefill, beams = None, False, False
-    for frame in frames(1):
+    above = caller(1)
+    # Not by frames: this is asked at each call of the model, and goes through all of them.
+    while above is not None:
+        frame, above = above, above.f_back
         name = frame.f_code.co_name
         if name == "generate":
             owner = frame.f_locals.get("self")
@@ -140,9 +66,9 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        named = [kwargs.get(name) for name in _TOKENS]
+        named = [kwargs[name] for name in TOKENS if name in kwargs]
         tokens = next((one for one in (*named, *args[:1]) if isinstance(one, Tensor) and one.dim() > 1), None)
-        cache = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in CACHES if name in kwargs and kwargs[name] is not None), None)
         where = kwargs.get("cache_position")
         # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
         position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
@@ -151,6 +77,8 @@ class Given(NamedTuple):
 
 def length(cache: Any) -> Any:
     """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
+    if cache is None:
+        return None
     if isinstance(cache, (tuple, list)):  # of layers, each with its keys and values: batch × heads × tokens × channels
         layer = cache[0] if cache else None
         keys = layer[0] if isinstance(layer, (tuple, list)) and layer else None
@@ -229,7 +157,8 @@ class Steps:
         if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
             self._open_end = given.cache, now
         # One that generated nothing yet may be the beginning of what its cache goes on with.
-        self._passes.add(now, keep=any(other.before is self._passes.latest for other in self._others))
+        others = self._others
+        self._passes.add(now, keep=bool(others) and any(other.before is self._passes.latest for other in others))
         if len(self._passes) > self._trim_at:
             self._trim()
             self._trim_at = 2 * len(self._passes) + 1024
@@ -243,7 +172,7 @@ class Steps:
             trail = self._trail
             cache = trail.alive
             if cache is None:  # the first call of a loop makes the cache that the next one is given
-                cache = next((made for name in _CACHES if (made := getattr(output, name, None)) is not None), None)
+                cache = next((made for name in CACHES if (made := getattr(output, name, None)) is not None), None)
                 trail.cache = _weak(cache)
             held = length(cache)
             trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
@@ -377,12 +306,21 @@ Attached = tuple[nn.Module, Attachable]
 """A module, and what goes on it."""
 
 
+def may_come(taps: Taps) -> bool:
+    """Whether what a session looks at may be called in steps."""
+    return bool(generators(taps.index, _paths(taps)))
+
+
+def _paths(taps: Taps) -> Iterable[str]:
+    return (site.path for site in taps.targets)
+
+
 def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
     # Who only looks, as a guard does, asks for no steps.
     if not (recording.is_open or any(tap.edits for tap in taps.all())):
         return taps
-    modules = generators(taps.index)
+    modules = generators(taps.index, _paths(taps))
     if not modules:
         return taps
     steps = Steps(recording, scope)

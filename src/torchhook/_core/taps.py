@@ -81,7 +81,7 @@ class Tap:
         self.scope = scope
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere that is seen at all."""
         self.calls = count()
-        self._made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
+        self.made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
 
     def add_edit(self, edit: Edit, first: bool = False) -> None:
         self.edits = [edit, *self.edits] if first else [*self.edits, edit]
@@ -94,7 +94,7 @@ class Tap:
 
     def forget(self, task: int) -> None:
         """Begin to count anew, as if made in the backward pass ``task`` or in none."""
-        self.calls, self._segments, self._made_in = count(), None, task
+        self.calls, self._segments, self.made_in = count(), None, task
         self.ran = self.elsewhere = self.recomputed = 0
 
     @property
@@ -156,7 +156,7 @@ class Tap:
             return value
         task, changes = graph_task(), bool(self.edits or self.aliases)
         again = task != -1 and self.recomputing
-        if changes and task not in (-1, self._made_in) and self.segments.is_older():
+        if changes and task not in (-1, self.made_in) and self.segments.is_older():
             return value
         if again:
             self.recomputed += 1
@@ -226,7 +226,7 @@ class RecordTap(OutputTap):
         self.label = label
         self.scope = scope
         self.calls = count()
-        self._made_in = made_in
+        self.made_in = made_in
         self.keep = keep
         self.rows = rows
         self.order = order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -20,7 +20,7 @@ from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap
 from torchhook._recording.address import Site
-from torchhook._recording.records import Rows
+from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
 from torchhook._torch.hooks import Undo
@@ -78,6 +78,10 @@ class Taps:
 
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
+
+    def outputs(self) -> Iterable[tuple[nn.Module, OutputTap]]:
+        """Modules and the taps behind them."""
+        return self._outputs.values()
 
     def all(self) -> Iterator[Tap]:
         """What values pass in the forward pass: the taps of modules, and those of operations."""
@@ -150,6 +154,40 @@ class Taps:
         outputs[key] = (module, tap)
         self.targets[site] = (target, tap)
         return True
+
+    def only_record(self) -> bool:
+        """Whether values are recorded as they leave modules, and nothing else is done, before it was completed."""
+        if self.listener or self.leaving or self.parameters or self._gradients or self._customs or self.root.aliases:
+            return False
+        if len(self._inputs) != 1 or len(self.root.looks) != 1 or self.root.edits:
+            return False
+        taps = [tap for _, tap in self._outputs.values()]
+        plain = all(type(tap) is RecordTap and not (tap.edits or tap.looks or tap.aliases) for tap in taps)
+        return plain and len(taps) == len(self.targets)
+
+    def renewed(self, scope: Scope, seen_from: Scope | None, recording: Recording) -> Taps:
+        """The same, where they ``only_record``, for a new recording."""
+        taps = Taps(self.index, scope, seen_from)
+        taps.root.looks, task = self.root.looks, taps.root.made_in
+        targets, outputs, order = taps.targets, taps._outputs, recording.order
+        for site, (target, tap) in self.targets.items():
+            assert isinstance(tap, RecordTap)
+            rows = recording.opened(site, getattr(tap.rows, "maxlen", None))
+            new = RecordTap(tap.label, seen_from, tap.keep, rows, order, task)
+            outputs[id(target.module)] = (target.module, new)
+            targets[site] = (target, new)
+        taps._is_complete = True
+        return taps
+
+    @property
+    def any_called(self) -> bool:
+        """Of those that ``only_record``: whether anything was called, in this session's sight or elsewhere."""
+        if self.root.ran or self.root.elsewhere:
+            return True
+        for _, tap in self.targets.values():  # noqa: SIM110  # which takes longer
+            if tap.ran or tap.elsewhere or tap.recomputed:
+                return True
+        return False
 
     def call_padding(self, keep: Keep) -> CallPadding | None:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""

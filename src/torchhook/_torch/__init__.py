@@ -22,6 +22,7 @@ from torchhook._torch.autograd import (  # noqa: E402
     torch_task,
 )
 from torchhook._torch.checkpoints import (  # noqa: E402
+    caller,
     frames,
     in_bare_segment,
     innermost_module,
@@ -66,6 +67,7 @@ __all__ = [
     "attention_weights",
     "base",
     "base_of",
+    "caller",
     "current_node",
     "ended_tasks",
     "frames",

@@ -24,6 +24,11 @@ _MODULES = "torch.nn.modules.module"
 _CALL: CodeType | None = find("_call_impl.__code__", find("__call__.__code__", None, nn.Module), nn.Module)
 
 
+def caller(depth: int) -> FrameType | None:
+    """The frame of the caller's caller; ``depth`` passes over some more. ``f_back`` leads on outwards."""
+    return sys._getframe(depth + 1)
+
+
 def frames(depth: int) -> Iterator[FrameType]:
     """What runs in this thread, from the caller's caller on outwards; ``depth`` passes over some more."""
     frame: FrameType | None = sys._getframe(depth + 1)

@@ -114,7 +114,11 @@ def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
 def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
     """Call ``hook(module, args, kwargs)`` before the module runs."""
     if is_direct and type(module).register_forward_pre_hook is _BEFORE:
-        _put(undo, module._forward_pre_hooks, hook, module._forward_pre_hooks_with_kwargs)
+        key = next(_keys, None) or _more_keys()
+        undo.append((marks := module._forward_pre_hooks_with_kwargs, key))
+        marks[key] = True
+        undo.append((hooks := module._forward_pre_hooks, key))
+        hooks[key] = hook
     else:
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 

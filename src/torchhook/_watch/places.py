@@ -56,7 +56,20 @@ class Arrangement:
 class Place:
     """One row, and what a tensor has to be like to go there."""
 
-    __slots__ = ("aligned", "dtype", "key", "launch", "live", "of", "programs", "row", "shape", "slots", "stride", "unit")
+    __slots__ = (
+        "aligned",
+        "dtype",
+        "key",
+        "launch",
+        "live",
+        "of",
+        "programs",
+        "row",
+        "shape",
+        "slots",
+        "stride",
+        "unit",
+    )
 
     def __init__(self, of: Arrangement, row: Row, tensor: Tensor, unit: int | None, plan: Any, bytes_each: int) -> None:
         self.of, self.row, self.unit = of, row, unit
@@ -74,31 +87,34 @@ class Places:
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._known: list[Place | None] = []
+        self._known: list[Any] = []
+        """A ``Place`` for each turn, or none where nothing of its own was shown."""
 
     def fill(self, by_device: Mapping[Any, Rows], tensor: Tensor, unit: int | None, turn: int) -> Row | None:
         """Look at a tensor like those before, as ``Rows.again`` does; ``None`` where it is not."""
         rows = by_device.get(tensor.device)
         if rows is None:
             return None
-        place = self._known[turn] if turn < len(self._known) else None
         try:
-            if (
-                place is None
-                or place.of is not rows.arrangement
-                or tensor.shape != place.shape
-                or tensor.dtype is not place.dtype
-                or tensor.stride() != place.stride
-                or unit != place.unit
-                or tensor.is_neg()
-                or not (pointer := tensor.data_ptr())  # memory that was given back has no address
-                or place.aligned is not (pointer % 16 == 0)
-            ):
-                return self._take(rows, tensor, unit, turn)
-            rows.free.remove(place.key)
+            place = self._known[turn]
+            fits = (
+                place is not None
+                and place.of is rows.arrangement
+                and tensor.shape == place.shape
+                and tensor.dtype is place.dtype
+                and tensor.stride() == place.stride
+                and unit == place.unit
+                and not tensor.is_neg()
+                and (pointer := tensor.data_ptr()) != 0  # memory that was given back has no address
+                and place.aligned is (pointer % 16 == 0)
+            )
+            if fits:
+                rows.free.remove(place.key)
         except RuntimeError:  # wrappers have no memory, and other layouts no strides
             return None
-        except KeyError:  # another thread was here
+        except LookupError:  # not known yet, or another thread was here
+            fits = False
+        if not fits:
             return self._take(rows, tensor, unit, turn)
         slots = (rows.first_norm if place.key < 0 else rows.first_slot) + place.slots
         live = slots if place.live < 0 else rows.first_flag + place.live
@@ -106,7 +122,8 @@ class Places:
             place.launch(place.programs, pointer, slots, live)
         else:
             rows.run(place.launch, place.programs, pointer, slots, live)
-        return place.row
+        row: Row = place.row
+        return row
 
     def _take(self, rows: Rows, tensor: Tensor, unit: int | None, turn: int) -> Row | None:
         row = rows.again(tensor, unit)

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -144,11 +143,11 @@ class Step:
         for site, units in live.items():
             found.setdefault(site, {})
             if "dead" in wanted:
-                number = alive_units = 0
+                number = dead = 0
                 for some in units:
                     number += some.mask.size
-                    alive_units += np.count_nonzero(some.mask)
-                found[site]["dead"] = (number - alive_units) / number
+                    dead += some.mask.tobytes().count(0)  # in fewer steps than numpy counts
+                found[site]["dead"] = dead / number
         self._add_norms(found, numbers, weights, updates, wanted)
         if self.is_shared:
             self._add_shared(found, numbers, weights, updates, wanted, shared, by_hand)

@@ -127,7 +127,7 @@ class Watched:
         if len(self._lively) + len(self._idle) != len(self.parameters):
             return False
         for module, attribute, parameter, shape in self._lively:
-            held = module._parameters.get(attribute)
+            held: Any = module._parameters.get(attribute)
             if held is not parameter or not parameter.requires_grad or parameter.shape != shape:
                 return False
         for module, attribute in self._idle:

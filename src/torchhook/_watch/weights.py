@@ -131,7 +131,9 @@ class _Same:
         for i, tensors in enumerate(groups):
             ledger.hold_all((what, i), foreach.norms(tensors))
         if what not in self._keys:
-            places = [(site, Several((what, i), at)) for i, sites in enumerate(self._sites) for at, site in enumerate(sites)]
+            places = [
+                (site, Several((what, i), at)) for i, sites in enumerate(self._sites) for at, site in enumerate(sites)
+            ]
             self._keys[what] = dict(places)
         return self._keys[what]
 

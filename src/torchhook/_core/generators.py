@@ -1,0 +1,115 @@
+"""Which modules of a model are called once for each step of a generation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from torchhook._core.index import Index, unwrapped
+
+CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
+TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+_NEAR = 2  # levels: PEFT holds a model that generates two levels below its own
+_FEW = 8  # who wraps a model has few modules of its own: more are layers, and take long to ask
+
+_kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
+
+
+def generators(index: Index, paths: Iterable[str] = ()) -> list[nn.Module]:
+    """The modules of a model that are called again and again while something is generated: mostly the model itself.
+
+    Whatever has a ``generate``; and the one that takes tokens and a cache, which a loop of somebody's own may call.
+    They are looked for above what is at ``paths``, however deep that lies, and near the top: to go through all of a
+    large model would take longer than to open a session on it.
+    """
+    found = _Generators(index.root)
+    for path in paths:
+        found.at(path)
+    return found.told()
+
+
+class _Generators:
+    """Those that were come upon on the ways from a model to some of its modules."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._met: dict[int, nn.Module] = {}
+        self._generate: set[int] = set()
+        self._take_cache: set[int] = set()
+        # What is inside of one that takes a cache is called by that one, unless it generates by itself.
+        level = [(root, self._meet(root, False))]
+        self._known = {"": level[0]}
+        for _ in range(_NEAR):
+            level = [
+                (child, self._meet(child, inside))
+                for module, inside in level
+                if 0 < len(module._modules) <= _FEW
+                for child in module._modules.values()
+                if child is not None
+            ]
+            if len(level) > _FEW:
+                break
+
+    def at(self, path: str) -> tuple[nn.Module, bool]:
+        """The module of a path, or the nearest above it; and whether it is inside of one that takes a cache."""
+        known = self._known.get(path)
+        if known is None:
+            above, _, name = path.rpartition(".")
+            known = module, inside = self.at(above)
+            children = module._modules
+            child = children[name] if name in children else None  # noqa: SIM401  # TorchScript has no get
+            if child is not None:
+                child = unwrapped(child) if child._modules else child
+                known = child, self._meet(child, inside)
+            self._known[path] = known
+        return known
+
+    def _meet(self, module: nn.Module, inside: bool) -> bool:
+        generates, takes_cache = _means(_kind(module))
+        if generates or takes_cache:
+            self._met[id(module)] = module
+        if generates:
+            self._generate.add(id(module))
+        if takes_cache and not inside:
+            self._take_cache.add(id(module))
+        return inside or takes_cache
+
+    def told(self) -> list[nn.Module]:
+        # Of several, none of which generates, nobody can tell whose calls are the steps.
+        chosen = self._generate | self._take_cache if len(self._take_cache) == 1 else self._generate
+        return [module for key, module in self._met.items() if key in chosen]
+
+
+# By class, and remembered: this is asked whenever a session opens.
+
+
+@functools.lru_cache(maxsize=512)
+def _means(kind: type[nn.Module]) -> tuple[bool, bool]:
+    """Whether modules of a class generate, and whether they take tokens and a cache."""
+    return _generates(kind), _takes_cache(kind)
+
+
+def _generates(kind: type[nn.Module]) -> bool:
+    if not callable(getattr(kind, "generate", None)):
+        return False
+    can = getattr(kind, "can_generate", None)  # of transformers: some have the method and only refuse
+    try:
+        return can is None or bool(can())
+    except TypeError:  # a method of an instance, of somebody else
+        return True
+
+
+def _takes_cache(kind: type[nn.Module]) -> bool:
+    """Whether a model is given tokens and a cache: one without a head, inside of one that generates."""
+    forward: Any = getattr(kind, "forward", None)  # TorchScript's cannot be asked for
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # A block takes a cache too; that it has grown by then would be read as a later position.
+    return any(name in names for name in TOKENS) and any(name in names for name in CACHES)
