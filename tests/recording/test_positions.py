@@ -50,6 +50,24 @@ def test_keys_and_values_begin_in_the_cache(make: Any) -> None:
     assert {record.position for record in static.records("@k.0")} == {0}
 
 
+@pytest.mark.parametrize("make", [small_gpt2, small_llama])
+def test_queries_joined_on_the_dim_that_errors_name_are_those_of_one_pass(make: Any) -> None:
+    model, call = make()
+    with torch.no_grad(), th.capture(model, "@q.0", "@k.0") as rec:
+        written = model.generate(
+            call["input_ids"], max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
+    with torch.no_grad():
+        _, whole = th.run(model, written[:, :-1], use_cache=False, capture=["@q.0", "@k.0"])
+    for read in (lambda: rec["@q.0"], lambda: rec.cat("@q.0"), lambda: rec.cat("@q.0", dim=1)):
+        with pytest.raises((LookupError, ValueError), match=r"rec\.cat\('@q\.0', dim=2\)"):
+            read()
+    torch.testing.assert_close(rec.cat("@q.0", dim=2), whole["@q.0"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"rec\['@k\.0#-1'\]"):
+        rec.cat("@k.0", dim=1)
+    torch.testing.assert_close(rec["@k.0#-1"], whole["@k.0"], rtol=1e-4, atol=1e-5)
+
+
 def test_positions_are_saved(tmp_path: Path) -> None:
     _, _, rec = generated(small_llama, "lm_head", "@logits")
     rec.save(tmp_path / "rec.safetensors")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torchhook._values.heads import KnownHeads, NoPart, token_dim
 
 PORTS = ("output", "input", "grad", "grad_input", "grad_total")
 MODEL = "(model)"
@@ -126,6 +128,18 @@ class Site(str):
         name = self.role or (self.path if self.path.startswith("@") else "")
         words = [word for word in name.removeprefix("@").split(".") if not word.isdecimal()]
         return words[-1] if words else ""
+
+    def token_dim(self, shape: Sequence[int]) -> int | None:
+        """Which dim of a value the tokens are, by what its name says of heads; ``None`` where that does not tell.
+
+        >>> Site("attn", role="@q.1").token_dim((2, 8, 5, 4)), Site("h").token_dim((2, 5, 32))
+        (2, 1)
+        """
+        known = KnownHeads(op=self.op, heads_first=self.kind in ("q", "k", "v", "pattern"))
+        try:
+            return token_dim(shape, known)
+        except NoPart:
+            return None
 
     @property
     def parts(self) -> tuple[str, str | None, Which, str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchhook._recording.address import Calls, Site, Which
-from torchhook._recording.rows import token_dim
 from torchhook._recording.steps import Pass
 from torchhook._recording.tables import counted
 from torchhook._values import tree
@@ -171,7 +170,7 @@ def _dim_of_tokens(site: Site, rows: Sequence[Joined]) -> int | None:
 
 def _named(site: Site, tensor: Tensor) -> int | None:
     """The dim of the tokens where heads have a dim of their own, which the site tells; of three, sizes tell more."""
-    return token_dim(site, tensor.shape) if not tensor.is_nested and tensor.dim() == 4 else None
+    return site.token_dim(tensor.shape) if not tensor.is_nested and tensor.dim() == 4 else None
 
 
 def _has_grown(rows: Sequence[Joined], leaf: int, at: int) -> bool:

@@ -15,8 +15,7 @@ from torchhook._recording import tensor_codecs
 from torchhook._recording.address import Calls, Site, Which
 from torchhook._recording.steps import Pass
 from torchhook._recording.tables import facts, size
-from torchhook._values import heads, tree
-from torchhook._values.heads import KnownHeads, NoPart
+from torchhook._values import tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -119,23 +118,10 @@ def first_position(site: Site, value: Any, passed: Pass) -> int | None:
 
 def _tokens_in(value: Tensor, site: Site) -> int | None:
     """How many tokens a value has, by the standard name of its site; ``None`` where its shape does not tell."""
-    dim = token_dim(site, value.shape)
+    dim = site.token_dim(value.shape)
     if dim is None:
         return 1 if value.dim() == 2 and site.kind == "logits" else None
     return value.shape[dim]
-
-
-def token_dim(site: Site, shape: Sequence[int]) -> int | None:
-    """Which dim the tokens of a value are, by what its site says of heads; ``None`` where that does not tell.
-
-    >>> token_dim(Site("h", role="@q.1"), (2, 8, 5, 4)), token_dim(Site("h"), (2, 5, 32)), token_dim(Site("h"), (2, 32))
-    (2, 1, None)
-    """
-    known = KnownHeads(op=site.op, heads_first=site.kind in ("q", "k", "v", "pattern"))
-    try:
-        return heads.token_dim(shape, known)
-    except NoPart:
-        return None
 
 
 Row = tuple[int, int, Any]
