@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchhook as th
 from tests.language_models import made
@@ -212,3 +214,63 @@ def test_a_part_that_is_called_by_itself_is_taken_as_it_is() -> None:
     with th.edit(model := Flat(), {"inner": edits.only(edits.zero(), rows=1)}):
         model(x)
         assert model.inner(torch.ones(4, 2))[1].eq(0).all()
+
+
+class Wrapped(nn.Module):
+    """As PEFT has it: ``generate`` goes past the wrapper, and its own call does not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        found: Tensor = self.model.generate(*args, **kwargs)  # type: ignore[operator]
+        return found
+
+    def forward(self, inputs: dict[str, Tensor]) -> Any:
+        return self.model(**inputs)
+
+
+def test_a_wrapper_that_hands_generate_on_has_the_rows_of_what_it_wraps(moe: nn.Module) -> None:
+    model = Wrapped(moe)
+    with torch.no_grad(), hooked(moe, lambda value: value[1].mul_(-5)):
+        expected, direct = model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0), logits(moe)
+    with torch.no_grad(), th.edit(model, {f"model.{EXPERTS}": edits.only(edits.scale(-5), rows=1)}):
+        assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0), expected)
+        assert torch.equal(model({"input_ids": IDS}).logits, direct)
+
+
+class Checkpointed(Flat):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat: Tensor = checkpoint(lambda value: self.inner(value.flatten(0, 1).sin()).exp(), x, use_reentrant=False)
+        return flat, flat, flat
+
+
+def test_what_is_computed_once_more_is_edited_alike() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    with th.edit(model := Checkpointed(), {"inner": edits.only(edits.scale(3), rows=1)}):
+        model(x)[0].sum().backward()
+    factor = torch.tensor([1.0, 3.0])[:, None, None]
+    y = x.detach().requires_grad_()
+    (y.sin() * factor).exp().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_a_model_can_be_copied_while_it_is_edited() -> None:
+    with th.edit(model := Flat(), {"inner": edits.only(edits.zero(), rows=1)}):
+        for one in (model, copy.deepcopy(model)):
+            assert one(torch.ones(2, 3, 4))[0].shape == (6, 4)
+
+
+def test_rows_of_nodes_are_no_rows_of_edges() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nodes = nn.Identity()
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            found: Tensor = self.nodes(x)
+            return found
+
+    with th.edit(model := Graph(), {"nodes": edits.only(edits.zero(), rows=1)}):
+        assert model(torch.ones(6, 4), torch.ones(2, 3, dtype=torch.long))[:, 0].tolist() == [1, 0, 1, 1, 1, 1]

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
+from torchhook._core.generators import generators
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
 from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles, after_call_always
@@ -213,6 +214,12 @@ class Taps:
         running = RunningCall()
         self.root.add_look(lambda value, call: running.begin(value), first=True)
         self.leaving = [*self.leaving, (self.index.root, _AfterAll(running.end))]
+        # A wrapper that hands ``generate`` on is not called itself.
+        for module in generators(self.index):
+            if module is not self.index.root:
+                tap = self._input_tap(module, self.index.names(module)[0])
+                tap.add_look(lambda value, call: running.begin_inside(value), first=True)
+                self.leaving = [*self.leaving, (module, _AfterAll(running.end_inside))]
         return running
 
     def custom(self, target: Target, tap: CustomTap) -> None:

@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, call: Any) -> Sizes | None:
-        """Those of a call, which is one argument or ``Inputs``; ``None`` where no tokens are in it.
+        """Those of a call, which is one argument or ``Inputs``; ``None`` where it is not of tokens first of all.
 
         >>> import torch
         >>> Sizes.of(torch.zeros(2, 6, dtype=torch.long)), Sizes.of(torch.zeros(2, 6))
@@ -53,11 +53,11 @@ class Sizes(NamedTuple):
         """
         held = [tensor for tensor in tree.tensors(call) if not tensor.is_nested]
         found = [tensor for tensor in held if _are_tokens(tensor)]
-        if not found:
-            return None
         # By its name first: positions that are the same for all rows may be given before it.
         named = {name: value for name, value in _named(call) if any(value is one for one in found)}
-        main = next((named[name] for name in _TOKENS if name in named), found[0])
+        main = next((named[name] for name in _TOKENS if name in named), held[0] if held else None)
+        if main is None or not _are_tokens(main):  # edges of a graph come after its nodes
+            return None
         tokens = frozenset(one.shape[1] for one in found if len(one) == len(main))
         images = frozenset(len(one) for one in held if one.dim() > 3 and one.is_floating_point())
         return cls(len(main), tokens, main.shape[1] == 1, images - {len(main)})
@@ -80,27 +80,44 @@ def _named(call: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class RunningCall(threading.local):
-    """The sizes of the model's call that runs now, in each thread; read when somebody asks."""
+    """The sizes of the model's call that runs now, in each thread; read when somebody asks.
+
+    Inside of it may be calls of another model, which generates for it, of other sizes.
+    """
 
     def __init__(self) -> None:
-        self._call: Any = None
+        self._calls: list[Any] = []
         self._sizes: Sizes | None = None
 
     def begin(self, value: Any) -> None:
         """The model is called with this."""
-        self._call, self._sizes = value, None
+        self._calls = [value]
+        self._sizes = None
 
     def end(self, *_: Any) -> None:
         """The call is over: what passes a part of the model now belongs to no call of it, but in the backward pass."""
-        self._sizes, self._call = self._read(), None
+        self._sizes = self._read()
+        self._calls = []
+
+    def begin_inside(self, value: Any) -> None:
+        """One that generates is called, by the model or alone."""
+        self._calls.append(value)
+        self._sizes = None
+
+    def end_inside(self, *_: Any) -> None:
+        """That call is over."""
+        sizes = self._read()
+        del self._calls[-1:]
+        self._sizes = None if self._calls else sizes
 
     def sizes(self) -> Sizes | None:
+        """Those of the innermost call; ``None`` outside of calls."""
         # Gradients, and what a checkpointed part computes once more, are of the last call.
-        return self._read() if self._call is not None or graph_task() != -1 else None
+        return self._read() if self._calls or graph_task() != -1 else None
 
     def _read(self) -> Sizes | None:
-        if self._sizes is None and self._call is not None:
-            self._sizes = Sizes.of(self._call)
+        if self._sizes is None and self._calls:
+            self._sizes = Sizes.of(self._calls[-1])
         return self._sizes
 
 
