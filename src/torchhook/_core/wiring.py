@@ -206,8 +206,11 @@ class Taps:
 
         Who asks when values pass already says so ``at_once``: a call is seen by those who were there when it began.
         """
-        index, call = self.index, self._call if at_once else None
-        return functools.cache(lambda: known_heads(index, target)._replace(call=(call or self._call).sizes))
+        index = self.index
+        if not at_once:
+            return functools.cache(lambda: known_heads(index, target)._replace(call=self._call.sizes))
+        call = self._call  # not by way of the taps: what is kept with a transform would keep them
+        return functools.cache(lambda: known_heads(index, target)._replace(call=call.sizes))
 
     @functools.cached_property
     def _call(self) -> RunningCall:
