@@ -811,6 +811,8 @@ def test_what_is_not_an_edit_is_refused_before_anything_runs() -> None:
         th.edit(chain(Pass()), {"0": [edits.zero(), 3.0]})
     with pytest.raises(TypeError, match="edits are a dict of selectors and edits, found list"):
         th.edit(chain(Pass()), [edits.zero()])
+    with pytest.raises(TypeError, match=r"found edits.scale\(2\): say where"):
+        th.edit(chain(Pass()), edits.scale(2))
 
 
 @pytest.mark.parametrize("name", ["replace", "add", "scale", "zero", "mean", "clamp", "noise", "patch", "at"])

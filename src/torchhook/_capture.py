@@ -19,6 +19,7 @@ from torchhook._core.session import Session, Threads
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
+from torchhook.edits.adapting import no_dict
 from torchhook.transforms import Transform, compose
 
 Edits = Mapping[Any, Any]
@@ -149,7 +150,7 @@ def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session
 
 def _resolved(index: Index, edits: Edits) -> list[tuple[Target, Any]]:
     if not isinstance(edits, Mapping):
-        raise TypeError(f"edits are a dict of selectors and edits, found {type(edits).__name__}.")
+        raise no_dict(edits, "selectors")
     return [(target, change) for selector, change in edits.items() for target in resolve(index, selector)]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchhook._values import padding, parts, tree
 from torchhook._values.elements import in_range, least
 from torchhook._values.heads import Where, has_heads, unknown
-from torchhook._values.kept_parts import Only, Placed
+from torchhook._values.kept_parts import Only, Placed, with_rows
 from torchhook._values.padding import Known, dim_of_tokens, padding_along, unpadded
 from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
@@ -62,6 +62,9 @@ class _EachTensor(ValueObject):
     def kept(self, value: Any, known: Where) -> Any:
         """What is kept at a site where this is known of the heads."""
         more = {"known": known} if self.function in _OF_TOKENS else {}
+        by_row = self.function in (_pool, _tokens, _statistics) and self.options.get("dims") is None
+        if by_row:
+            value = tree.map_tensors(lambda tensor: with_rows(tensor, known), value)
         return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options, **more), value)
 
     @property

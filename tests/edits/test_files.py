@@ -173,8 +173,10 @@ def test_keys_are_addresses(tmp_path: Path) -> None:
     for key in (nn.Linear, re.compile("h"), ("a", "b"), nn.Linear(1, 1)):
         with pytest.raises(EditError, match=r"which a file cannot hold. Write the address"):
             th.save_edits(tmp_path / "e.safetensors", {key: edits.zero()})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="edits are a dict"):
+    with pytest.raises(TypeError, match="edits are a dict of addresses and edits, found list"):
         th.save_edits(tmp_path / "e.safetensors", [edits.zero()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"found edits.zero\(\): say where, {'h.3': edits.zero\(\)}"):
+        th.save_edits(tmp_path / "e.safetensors", edits.zero())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"edits are written as safetensors, and .pt is read as another"):
         th.save_edits(tmp_path / "e.pt", {"h": edits.zero()})
     read = th.load_edits(th.save_edits(tmp_path / "e.safetensors", {Site("h.3", port="input"): edits.zero()}))

@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from torchhook import edits
-from torchhook._core.heads import heads_at
-from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
@@ -22,6 +20,7 @@ from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
 from torchhook._values import tree
 from torchhook._values.call_masks import CallPadding
+from torchhook._values.heads import Where
 from torchhook._values.padding import knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import SelectorError, SessionError
@@ -145,13 +144,13 @@ ToCome = Callable[[], list[edits.StepsToCome]]
 """Asks an edit which steps it has waited for in vain."""
 
 
-def placed(edit: Any, target: Target, index: Index, own_threads: bool) -> tuple[edits.Edit, ToCome | None]:
+def placed(edit: Any, target: Target, known: Where, own_threads: bool) -> tuple[edits.Edit, ToCome | None]:
     """What a user gives as an edit, ready for one target; and, where it is for some steps, whom to ask for those."""
     change = edits.adapt(edit)
     if not own_threads and edits.asks_step(change):
         raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
     asks = edits.asks_step(change)
-    change = edits.placed(change, target.site, heads_at(index, target))
+    change = edits.placed(change, target.site, known)
     to_come = functools.partial(_steps_of, change) if asks else None
     return _of_part(change, target), to_come
 

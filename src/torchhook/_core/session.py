@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
 from torchhook._core.functional import Listener
-from torchhook._core.heads import heads_at
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -102,7 +101,7 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change, to_come = passing.placed(edit, target, self.index, self._own_threads_only)
+        change, to_come = passing.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
             self._to_come.append((site, to_come))
         self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
@@ -127,7 +126,7 @@ class Session(Shown):
         for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            own = keep.placed(heads_at(self.index, target)) if keep.asks_where else keep
+            own = keep.placed(taps.heads_at(target, at_once=True)) if keep.asks_where else keep
             fast = not units and not before_edits and padding is None
             if fast and taps.record(target, own, rows, recording.order, task):
                 continue

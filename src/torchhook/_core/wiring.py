@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
+from torchhook._core.generators import generators
 from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
+from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles, after_call_always
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -25,6 +27,7 @@ from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
 from torchhook._torch.hooks import Undo
 from torchhook._values.call_masks import CallPadding
+from torchhook._values.heads import RunningCall, Where
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")
@@ -197,6 +200,30 @@ class Taps:
         self.root.add_look(lambda value, call: padding.begin(value), first=True)
         self.leaving = [*self.leaving, (self.index.root, _AfterAll(padding.end))]
         return padding
+
+    def heads_at(self, target: Target, at_once: bool = False) -> Where:
+        """Asks for what is known at a target, once: of its heads, and of the call that runs.
+
+        Who asks when values pass already says so ``at_once``: a call is seen by those who were there when it began.
+        """
+        index = self.index
+        if not at_once:
+            return functools.cache(lambda: known_heads(index, target)._replace(call=self._call.sizes))
+        call = self._call  # not by way of the taps: what is kept with a transform would keep them
+        return functools.cache(lambda: known_heads(index, target)._replace(call=call.sizes))
+
+    @functools.cached_property
+    def _call(self) -> RunningCall:
+        running = RunningCall()
+        self.root.add_look(lambda value, call: running.begin(value), first=True)
+        self.leaving = [*self.leaving, (self.index.root, _AfterAll(running.end))]
+        # A wrapper that hands ``generate`` on is not called itself.
+        for module in generators(self.index):
+            if module is not self.index.root:
+                tap = self._input_tap(module, self.index.names(module)[0])
+                tap.add_look(lambda value, call: running.begin_inside(value), first=True)
+                self.leaving = [*self.leaving, (module, _AfterAll(running.end_inside))]
+        return running
 
     def custom(self, target: Target, tap: CustomTap) -> None:
         """See a target by a tap of its own."""

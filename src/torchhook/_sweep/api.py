@@ -19,6 +19,7 @@ from torchhook._sweep.estimate import Task
 from torchhook._sweep.estimate import estimate as estimated
 from torchhook._sweep.places import Way, along, by_head, by_token, columns, patchable, patches, places, too_late
 from torchhook._sweep.running import Metric, Runner, all_patches, number
+from torchhook._values.tree import Inputs
 from torchhook.errors import warn
 
 
@@ -86,7 +87,7 @@ def sweep(
     targets = [patchable(target) for target in resolve(index, sites)]
     receivers = [] if through is None else [patchable(target) for target in resolve(index, through)]
     before, after = calling.arguments(clean), calling.arguments(corrupted)
-    way = by_head(index, heads) if over == "head" else _by_position(index, dim)
+    way = by_head(index, heads) if over == "head" else _by_position(index, dim, before)
     with torch.no_grad(), calling.undisturbed(model) as restore:
         session = Session(model, index=index, warn=False)
         session.record(targets, Keep())
@@ -126,10 +127,10 @@ def _watched(session: Session, receivers: list[Target]) -> list[int]:
     return passed
 
 
-def _by_position(index: Index, dim: int | Literal["token"] | None) -> Way | None:
+def _by_position(index: Index, dim: int | Literal["token"] | None, inputs: Inputs) -> Way | None:
     if dim is None:
         return None
-    return by_token(index) if isinstance(dim, str) else along(dim)
+    return by_token(index, inputs) if isinstance(dim, str) else along(dim)
 
 
 def _what(over: str, dim: int | Literal["token"] | None) -> str | None:

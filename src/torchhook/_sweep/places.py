@@ -14,8 +14,9 @@ from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
 from torchhook._recording.tables import counted
 from torchhook._values import tree
-from torchhook._values.heads import HeadAxis, NoPart, head_axis, token_dim
-from torchhook._values.parts import refuse_other_copies
+from torchhook._values.heads import HeadAxis, NoPart, Sizes, head_axis, refuse_other_copies
+from torchhook._values.parts import position_dim, unflattened
+from torchhook._values.tree import Inputs
 from torchhook.errors import EditError, SelectorError, suggestion
 
 
@@ -51,6 +52,19 @@ class Along(NamedTuple):
 
     def part(self, tensor: Tensor, position: int) -> Tensor:
         return tensor.select(self.dim, position)
+
+
+class Tokens(NamedTuple):
+    """A part for each token, of rows that lie one after the other in dim 0, as experts have them."""
+
+    rows: int
+
+    def length(self, tensor: Tensor) -> int:
+        return tensor.shape[0] // self.rows
+
+    def part(self, tensor: Tensor, position: int) -> Tensor:
+        by_row: Tensor = tensor.unflatten(0, (self.rows, -1))
+        return by_row.select(1, position)
 
 
 class Heads(NamedTuple):
@@ -106,12 +120,20 @@ Way = Callable[[Target, Tensor], Cut]
 """How the tensor that passes a target is cut; the error says why, where it cannot be."""
 
 
-def by_token(index: Index) -> Way:
-    """By tokens: the dim after the rows, unless the modules around say that heads are there."""
+def by_token(index: Index, inputs: Inputs) -> Way:
+    """By tokens: the dim after the rows, unless heads are there, or dim 0 has the tokens of all rows.
+
+    Of the first, the modules around say so; of the second, the inputs that the model is called with.
+    """
+    sizes = Sizes.of(inputs)
 
     def cut(target: Target, tensor: Tensor) -> Cut:
+        known = known_heads(index, target)._replace(call=lambda: sizes)
         try:
-            dim = token_dim(tensor.shape, known_heads(index, target), otherwise=1)
+            by_row = unflattened(tensor, known, positions=slice(None))
+            if by_row is not tensor:
+                return Tokens(len(by_row))
+            dim = position_dim(tensor, None, known, otherwise=1)
         except NoPart as error:
             raise EditError(f"{target.site}: {error.why} Name the dim of the tokens: dim=….") from None
         return along(dim)(target, tensor)

@@ -19,7 +19,7 @@ from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._sweep.places import Cut, Patch, Place, Whole
+from torchhook._sweep.places import Cut, Patch, Place, Tokens, Whole
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
 from torchhook.errors import EditError, NeverRanError
@@ -125,7 +125,7 @@ class Runner:
             return value
 
         def patched(clean: Tensor, site: Site, tensor: Tensor) -> Tensor:
-            if copies > 1 and not self._is_batched(tensor, clean, copies):
+            if copies > 1 and not self._is_batched(tensor, clean, copies, place.cut):
                 shapes = (
                     f"{tree.describe(clean)} for {self.examples} examples, {tree.describe(tensor)} for {copies} times"
                 )
@@ -136,10 +136,12 @@ class Runner:
 
         return edit
 
-    def _is_batched(self, tensor: Tensor, clean: Tensor, copies: int) -> bool:
+    def _is_batched(self, tensor: Tensor, clean: Tensor, copies: int, cut: Cut) -> bool:
+        if clean.dim() == 0:
+            return False
         # Twice the batch would not do: two inputs laid end to end, and a copy's share is in two places.
-        shape = (copies * self.examples, *clean.shape[1:])
-        return clean.dim() > 0 and clean.shape[0] == self.examples and tensor.shape == shape
+        rows = cut.rows if isinstance(cut, Tokens) else clean.shape[0]
+        return rows == self.examples and tensor.shape == (copies * clean.shape[0], *clean.shape[1:])
 
 
 def _put(tensor: Tensor, clean: Tensor, chosen: list[int], positions: list[int], copies: int, cut: Cut) -> Tensor:

@@ -1,17 +1,24 @@
 """Which dim of a value is the heads', and which the tokens': the one place where this is decided.
 
 Heads have a dim of their own, or lie side by side in one that they share; tokens are the dim after the rows, unless
-heads are there. What the modules around a site say of their heads (``KnownHeads``) is checked against the sizes of the
-value; where the two do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a
-size alone.
+heads are there, or one dim with the rows, as experts have them. What the modules around a site say of their heads
+(``KnownHeads``), and what the model is called with (``Sizes``), is checked against the sizes of the value; where these
+do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from torchhook._torch import compiler, graph_task
+from torchhook._values import tree
+from torchhook._values.tree import Inputs
+from torchhook._values.value_object import same
+from torchhook._values.wrappers import is_fake
 
 # By what these compute of values of four dims, heads come before queries.
 _HEADS_FIRST = ("scaled_dot_product_attention", "softmax")
@@ -22,7 +29,96 @@ class NoPart(ValueError):
 
     def __init__(self, why: str, way: str = "") -> None:
         super().__init__(f"{why} {way}" if way else why)
-        self.why = why
+        self.why, self.way = why, way
+
+
+class Sizes(NamedTuple):
+    """How many rows and tokens a model is called with."""
+
+    rows: int
+    tokens: frozenset[int]
+    """How many tokens a row may have: those of an encoder and those of a decoder differ."""
+    one: bool = False
+    """Whether each row is one token, as while a model generates: then its value is the token's."""
+    images: frozenset[int] = frozenset()
+    """How many images come with the tokens, which are rows too."""
+
+    @classmethod
+    def of(cls, call: Any) -> Sizes | None:
+        """Those of a call, which is one argument or ``Inputs``; ``None`` where it is not of tokens first of all.
+
+        >>> import torch
+        >>> Sizes.of(torch.zeros(2, 6, dtype=torch.long)), Sizes.of(torch.zeros(2, 6))
+        (Sizes(rows=2, tokens=frozenset({6}), one=False, images=frozenset()), None)
+        """
+        held = [tensor for tensor in tree.tensors(call) if not tensor.is_nested]
+        found = [tensor for tensor in held if _are_tokens(tensor)]
+        # By its name first: positions that are the same for all rows may be given before it.
+        named = {name: value for name, value in _named(call) if any(value is one for one in found)}
+        main = next((named[name] for name in _TOKENS if name in named), held[0] if held else None)
+        if main is None or not _are_tokens(main):  # edges of a graph come after its nodes
+            return None
+        tokens = frozenset(one.shape[1] for one in found if len(one) == len(main))
+        images = frozenset(len(one) for one in held if one.dim() > 3 and one.is_floating_point())
+        return cls(len(main), tokens, main.shape[1] == 1, images - {len(main)})
+
+
+_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+
+def _are_tokens(tensor: Tensor) -> bool:
+    """Whether a tensor is tokens by their ids ``(N, T)``, or as vectors ``(N, T, D)``."""
+    floats = tensor.is_floating_point()
+    return (tensor.dim() == 2 and not floats and not tensor.is_complex()) or (tensor.dim() == 3 and floats)
+
+
+def _named(call: Any) -> Iterator[tuple[Any, Any]]:
+    args, kwargs = (call.args, call.kwargs) if isinstance(call, Inputs) else ((call,), {})
+    for part in (kwargs, *args):
+        if isinstance(part, Mapping):
+            yield from part.items()
+
+
+class RunningCall(threading.local):
+    """The sizes of the model's call that runs now, in each thread; read when somebody asks.
+
+    Inside of it may be calls of another model, which generates for it, of other sizes.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[Any] = []
+        self._sizes: Sizes | None = None
+
+    def begin(self, value: Any) -> None:
+        """The model is called with this."""
+        self._calls = [value]
+        self._sizes = None
+
+    def end(self, *_: Any) -> None:
+        """The call is over: what passes a part of the model now belongs to no call of it, but in the backward pass."""
+        self._sizes = self._read()
+        self._calls = []
+
+    def begin_inside(self, value: Any) -> None:
+        """One that generates is called, by the model or alone."""
+        self._calls.append(value)
+        self._sizes = None
+
+    def end_inside(self, *_: Any) -> None:
+        """That call is over."""
+        sizes = self._read()
+        del self._calls[-1:]
+        self._sizes = None if self._calls else sizes
+
+    def sizes(self) -> Sizes | None:
+        """Those of the innermost call; ``None`` outside of calls."""
+        # Gradients, and what a checkpointed part computes once more, are of the last call.
+        return self._read() if self._calls or graph_task() != -1 else None
+
+    def _read(self) -> Sizes | None:
+        if self._sizes is None and self._calls:
+            self._sizes = Sizes.of(self._calls[-1])
+        return self._sizes
 
 
 class KnownHeads(NamedTuple):
@@ -54,6 +150,8 @@ class KnownHeads(NamedTuple):
     """Whether these are keys or values, which a kernel may be given once for each head of queries."""
     reduced: bool = False
     """Whether the tokens of four dims are gone, chosen or pooled: of three that are left, dim 1 is the heads'."""
+    call: Callable[[], Sizes | None] | None = None
+    """Asks for the sizes of the call that runs, where somebody knows of it."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -69,6 +167,11 @@ class KnownHeads(NamedTuple):
     def folded(self) -> int:
         """How many heads each row has in dim 0 of a value of three dims: products may be of rows and heads as one."""
         return self.queries or 1 if self.comes_first and not self.joined else 1
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """What the model is called with, if anybody knows."""
+        return None if self.call is None else self.call()
 
     def without_tokens(self) -> KnownHeads:
         """What is known once a transform has left one token of each row, or none."""
@@ -176,7 +279,7 @@ def token_dim(
     (1, 2, 1)
 
     ``axis`` is where the heads are, if somebody has said so. ``otherwise`` is for values that no attention is around,
-    and for those of two dims; without it they are refused.
+    and for those of two dims, if no tokens are known; without it they are refused.
     """
     dims = len(shape)
     if dims == 3:
@@ -191,12 +294,50 @@ def token_dim(
             raise NoPart(why, _NAME_POSITIONS) from None
         if not axis.joined and axis.dim in (1, 2):
             return 3 - axis.dim
-    elif otherwise is not None and (dims < 3 or not known.counts):
+    elif otherwise is not None and (dims < 3 or not known.counts) and not (dims == 2 and known.sizes):
         return otherwise
     raise NoPart(
         f"positions are the dim after the rows in values of 3 dims, and this has shape {tuple(shape)}.",
         _NAME_POSITIONS,
     )
+
+
+def rows_of_tokens(shape: Sequence[int], known: KnownHeads) -> int | None:
+    """How many rows share dim 0 with their tokens, in values ``(N·T, D)``; ``None`` where it is that of the rows.
+
+    >>> known = KnownHeads(call=lambda: Sizes(2, frozenset({6})))
+    >>> rows_of_tokens((12, 32), known), rows_of_tokens((2, 32), known), rows_of_tokens((12, 32), UNKNOWN)
+    (2, None, None)
+    """
+    sizes = known.sizes if len(shape) == 2 else None
+    if sizes is None or shape[0] in sizes.images:
+        return None
+    if shape[0] == sizes.rows:
+        return sizes.rows if sizes.one else None
+    if sizes.rows and shape[0] % sizes.rows == 0 and shape[0] // sizes.rows in sizes.tokens:
+        return sizes.rows
+    tokens = " or ".join(map(str, sorted(sizes.tokens)))
+    raise NoPart(
+        f"dim 0 of {tuple(shape)} is neither the rows, of which the model is called with {sizes.rows}, nor all of "
+        f"their tokens, {tokens} in each.",
+        "Name the dim: edits.along(which, dim=0) counts what is in it.",
+    )
+
+
+def by_row(tensor: Tensor, known: KnownHeads, rows: bool = False) -> Tensor:
+    """``(N, T, D)`` of ``(N·T, D)``; any other as it is, if ``rows`` or positions can be told in it at all."""
+    try:
+        count = rows_of_tokens(tensor.shape, known)
+    except NoPart:
+        if are_ids(tensor) and not rows:  # the same for all rows, as numbers of positions are
+            return tensor
+        raise
+    return tensor if count is None else tensor.unflatten(0, (count, -1))
+
+
+def are_ids(tensor: Tensor) -> bool:
+    """Whether two dims of whole numbers are rows and tokens: of others, the second are features."""
+    return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 def with_one_token(tensor: Tensor, known: KnownHeads) -> tuple[Tensor, KnownHeads]:
@@ -219,3 +360,24 @@ def has_heads(shape: Sequence[int], known: KnownHeads) -> bool:
         return False
     # By two numbers that agree: a map may be as high as there are heads.
     return known.comes_first or (any(shape[dim] in known.counts for dim in (1, 2)) and shape[3] in known.dims)
+
+
+def copy_of(axis: HeadAxis, copy: int, tensor: Tensor) -> Tensor:
+    """One of the views of a tensor, in which repeated heads come once."""
+    view: Tensor = tensor.unflatten(axis.dim, (axis.heads, axis.copies)).select(axis.dim + 1, copy)
+    return view
+
+
+def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
+    """A head that is repeated is one head only as long as all of its copies are the same."""
+    if is_fake(tensor) or compiler.in_trace():
+        return
+    first = copy_of(axis, 0, tensor)
+    for copy in range(1, axis.copies):
+        if not same(first, copy_of(axis, copy, tensor)):
+            raise NoPart(
+                f"this value of shape {tuple(tensor.shape)} has {axis.heads} heads of keys or values, each of them "
+                f"{axis.copies} times for the heads of queries, and these differ: as gradients do, or after an edit of "
+                "some of them.",
+                "Name the dim: heads=edits.along(which, dim=1) counts them as they are here.",
+            )

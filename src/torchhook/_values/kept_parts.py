@@ -14,6 +14,14 @@ from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
 
 
+def with_rows(tensor: Tensor, known: Where) -> Tensor:
+    """``(N, T, D)`` of ``(N·T, D)``, as experts give it, where the call that runs says so; any other as it is."""
+    try:
+        return parts.unflattened(tensor, known(), positions=slice(None)) if tensor.dim() == 2 else tensor
+    except NoPart:  # rows of something else
+        return tensor
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Only(ValueObject):
     positions: Any = field(default=None, kw_only=True)
@@ -32,6 +40,7 @@ class Only(ValueObject):
 
     def _part(self, tensor: Tensor, known: KnownHeads) -> Tensor:
         try:
+            tensor = parts.unflattened(tensor, known, self.rows, self.positions, self.heads)
             return parts.part(tensor, self.rows, self._places(tensor, known), self.heads, known).of(tensor)
         except NoPart as error:
             raise TransformError(f"transforms.{self!r}: {error}") from None

@@ -15,10 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchhook._torch import compiler
-from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis, token_dim
-from torchhook._values.value_object import ValueObject, same
-from torchhook._values.wrappers import faked_like, is_fake
+from torchhook._values.heads import (
+    UNKNOWN,
+    HeadAxis,
+    KnownHeads,
+    NoPart,
+    are_ids,
+    by_row,
+    copy_of,
+    head_axis,
+    refuse_other_copies,
+    rows_of_tokens,
+    token_dim,
+)
+from torchhook._values.value_object import ValueObject
+from torchhook._values.wrappers import faked_like
 
 Array = np.ndarray[Any, Any]
 Which = Any
@@ -128,7 +139,12 @@ def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def part(
-    tensor: Tensor, rows: Which = None, positions: Which = None, heads: Which = None, known: KnownHeads = UNKNOWN
+    tensor: Tensor,
+    rows: Which = None,
+    positions: Which = None,
+    heads: Which = None,
+    known: KnownHeads = UNKNOWN,
+    otherwise: int | None = None,
 ) -> Part:
     """The part of a tensor that is chosen: rows of dim 0, positions of the dim of tokens, heads where they are.
 
@@ -138,7 +154,13 @@ def part(
     <BLANKLINE>
     <BLANKLINE>
             [[[22., 23.]]]])
+
+    ``otherwise`` is the dim of positions where no tokens are known, as in ``token_dim``.
     """
+    if (whole := unflattened(tensor, known, rows, positions, heads)) is not tensor:
+        inner, split = part(whole, rows, positions, heads, known), whole.shape[:2]
+        first, *others = (_then(lambda one: one.unflatten(0, split), view) for view in (inner.arranged, *inner.copies))
+        return Part(first, inner.index, tuple(tensor.shape), tuple(others))
     axis = None if heads is None else _head_axis(tensor, heads, known)
     added = 0 if axis is None or not axis.joined else 1 + (axis.groups > 1)
     dims: dict[str, int] = {}
@@ -146,7 +168,9 @@ def part(
         # A line for each of what is in dim 0 leaves no doubt.
         dims["rows"] = 0 if rows is None else _named(rows, tensor, "rows", lambda: _row_dim(tensor, known))
     if positions is not None:
-        dims["positions"] = _named(positions, tensor, "positions", lambda: _position_dim(tensor, axis, known))
+        dims["positions"] = _named(
+            positions, tensor, "positions", lambda: _position_dim(tensor, axis, known, otherwise)
+        )
     if (axis is not None and len({*dims.values(), axis.dim}) != len(dims) + 1) or len({*dims.values()}) != len(dims):
         raise NoPart(f"rows, positions and heads have to be different dims of {tuple(tensor.shape)}.")
     # Splitting a dim moves those that come after it.
@@ -167,6 +191,15 @@ def part(
     placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
     first, *others = (_then(view, arranged) for view in _views(axis))
     return Part(first, placed, tuple(tensor.shape), tuple(others))
+
+
+def unflattened(
+    tensor: Tensor, known: KnownHeads, rows: Which = None, positions: Which = None, heads: Which = None
+) -> Tensor:
+    """``(N, T, D)`` of ``(N·T, D)``, where rows or positions are chosen and no dim of the value is named for them."""
+    named = any(isinstance(one, Along) for one in (rows, positions))
+    named = named or (isinstance(heads, Along) and _dim(heads.dim, tensor) != tensor.dim() - 1)
+    return tensor if named or (rows is None and positions is None) else by_row(tensor, known, rows is not None)
 
 
 def _which(chosen: Which) -> Any:
@@ -220,18 +253,20 @@ def _row_dim(tensor: Tensor, known: KnownHeads) -> int:
             f"rows and heads share a dim in a value of shape {tuple(tensor.shape)} here: {known}.",
             "Name it: rows=edits.along(which, dim=0) counts the heads of all rows.",
         )
+    if rows_of_tokens(tensor.shape, known) is not None:
+        why = f"rows and tokens share a dim in a value of shape {tuple(tensor.shape)}."
+        raise NoPart(why, "Name it for both: rows=edits.along(which, dim=0).")
     return 0
 
 
-def position_dim(tensor: Tensor, heads: Which, known: KnownHeads) -> int:
+def position_dim(tensor: Tensor, heads: Which, known: KnownHeads, otherwise: int | None = None) -> int:
     """The dim that positions are chosen in, where no other one is named."""
-    return _position_dim(tensor, None if heads is None else _head_axis(tensor, heads, known), known)
+    return _position_dim(tensor, None if heads is None else _head_axis(tensor, heads, known), known, otherwise)
 
 
-def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads) -> int:
+def _position_dim(tensor: Tensor, axis: HeadAxis | None, known: KnownHeads, otherwise: int | None = None) -> int:
     """The dim of the tokens; of (N, D) a feature would be taken for one, but not of whole numbers."""
-    ids = tensor.dim() == 2 and not tensor.is_floating_point()
-    return 1 if ids else token_dim(tensor.shape, known, axis)
+    return 1 if are_ids(tensor) else token_dim(tensor.shape, known, axis, otherwise)
 
 
 def _views(axis: HeadAxis | None) -> list[Callable[[Tensor], Tensor]]:
@@ -241,27 +276,7 @@ def _views(axis: HeadAxis | None) -> list[Callable[[Tensor], Tensor]]:
     if axis.joined:
         sizes = [axis.groups] * (axis.groups > 1) + [axis.heads, -1]
         return [lambda tensor: tensor.unflatten(axis.dim, sizes)]
-    return [functools.partial(_copy, axis, copy) for copy in range(axis.copies)]
-
-
-def _copy(axis: HeadAxis, copy: int, tensor: Tensor) -> Tensor:
-    view: Tensor = tensor.unflatten(axis.dim, (axis.heads, axis.copies)).select(axis.dim + 1, copy)
-    return view
-
-
-def refuse_other_copies(tensor: Tensor, axis: HeadAxis) -> None:
-    """A head that is repeated is one head only as long as all of its copies are the same."""
-    if is_fake(tensor) or compiler.in_trace():
-        return
-    first = _copy(axis, 0, tensor)
-    for copy in range(1, axis.copies):
-        if not same(first, _copy(axis, copy, tensor)):
-            raise NoPart(
-                f"this value of shape {tuple(tensor.shape)} has {axis.heads} heads of keys or values, each of them "
-                f"{axis.copies} times for the heads of queries, and these differ: as gradients do, or after an edit of "
-                "some of them.",
-                "Name the dim: heads=edits.along(which, dim=1) counts them as they are here.",
-            )
+    return [functools.partial(copy_of, axis, copy) for copy in range(axis.copies)]
 
 
 def once_each(tensor: Tensor, known: KnownHeads, check: bool = True) -> Tensor:
@@ -274,7 +289,7 @@ def once_each(tensor: Tensor, known: KnownHeads, check: bool = True) -> Tensor:
         return tensor
     if check:
         refuse_other_copies(tensor, axis)
-    return _copy(axis, 0, tensor)
+    return copy_of(axis, 0, tensor)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -35,6 +35,13 @@ def adapt(edit: Any) -> Edit:
     return edit if isinstance(edit, CataloguedEdit) or _wants_site(edit) else OfValue(edit)
 
 
+def no_dict(edits: Any, keys: str) -> TypeError:
+    """What is said to who gives an edit, or anything else, and not where it belongs."""
+    if not isinstance(edits, CataloguedEdit):
+        return TypeError(f"edits are a dict of {keys} and edits, found {type(edits).__name__}.")
+    return TypeError(f"edits are a dict of {keys} and edits, found {edits!r}: say where, {{'h.3': {edits!r}}}.")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Steps(CataloguedEdit):
     """Several edits, one after the other."""

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._values import tree
-from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart, token_dim
-from torchhook._values.parts import Part
-from torchhook._values.subclasses import placed_like
-from torchhook._values.wrappers import faked_like, is_fake, like
+from torchhook._values import parts, tree
+from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
+from torchhook._values.parts import Along, Part, Which
+from torchhook._values.subclasses import placed_like, shape
+from torchhook._values.wrappers import is_fake, like
 from torchhook.edits.adapting import adapt
 from torchhook.edits.changing import (
+    broadcasts,
     change_all,
     change_one,
     check,
@@ -162,7 +163,7 @@ class _Noise(CataloguedEdit):
 
 def patch(
     recording: Recording,
-    positions: int | slice | Sequence[int] | Tensor | None = None,
+    positions: Which = None,
     *,
     mask: Tensor | None = None,
     source: str | None = None,
@@ -170,23 +171,37 @@ def patch(
 ) -> Edit:
     """Put in what ``recording`` holds for this site and call: activation patching.
 
-    ``positions`` restricts it to some tokens, ``mask`` to where a boolean tensor is true. ``source`` takes the value of
-    another site instead. Tokens are dim 1, and where the modules around say that heads are there (``@q``, ``@k``,
-    ``@v``, what attention takes and gives), dim 2; ``dim`` names another one, whose indices ``positions`` then are.
+    ``positions`` restricts it to some tokens, chosen as in ``edits.only``, ``mask`` to where a boolean tensor is true.
+    ``source`` takes the value of another site instead. Tokens are dim 1, and where the modules around say that heads
+    are there (``@q``, ``@k``, ``@v``, what attention takes and gives), dim 2; ``dim`` names another one, whose indices
+    ``positions`` then are.
     """
+    if not isinstance(recording, Recording):
+        raise TypeError(
+            f"edits.patch puts in what a recording holds, found {type(recording).__name__}: give what th.capture, "
+            "th.run or th.load returned. edits.replace(value) puts a value in."
+        )
     if positions is not None and mask is not None:
         raise ValueError("edits.patch takes positions= or mask=, not both.")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool):
+        found = f"a tensor of {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"edits.patch(…, mask=): give a tensor of booleans, found {found}.")
     return _Patch(recording, positions, mask=mask, source=source, dim=dim)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Patch(CataloguedEdit):
     recording: Recording
-    positions: int | slice | Sequence[int] | Tensor | None = None
+    positions: Any = None
     _: KW_ONLY
     mask: Tensor | None = None
     source: str | None = None
     dim: int | None = None
+
+    def __post_init__(self) -> None:  # here, for a file may hold it as it was written
+        if isinstance(self.positions, Along):
+            raise TypeError("edits.patch(…, positions=): name the dim with dim=, and not with edits.along.")
+        object.__setattr__(self, "positions", parts.choice(self.positions, "positions", lines=True))
 
     def __call__(self, value: Any, site: Site) -> Any:
         return self.apply(value, site, UNKNOWN)
@@ -210,29 +225,28 @@ class _Patch(CataloguedEdit):
             if new.shape != tensor.shape:
                 raise mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
             if self.mask is not None:
-                return torch.where(placed_like(self.mask.to(tensor.device), tensor), new, tensor)
-            return self._mixed(tensor, new, self._dim(tensor, site, known))
+                return self._masked(self.mask, tensor, new, site)
+            chosen = self._part(tensor, site, known)
+            return chosen.put(tensor, chosen.of(new))
 
         return change_one(mix, value, site, "patch")
 
-    def _dim(self, tensor: Tensor, site: Site, known: KnownHeads) -> int:
-        if self.dim is not None:
-            return self.dim
-        try:
-            return token_dim(tensor.shape, known, otherwise=1)
-        except NoPart as error:
-            way = "Name the dim of the tokens: dim=…."
-            raise EditError(f"{site.shown}: edits.patch(…, positions=…): {error.why} {way}") from None
+    def _masked(self, mask: Tensor, tensor: Tensor, new: Tensor, site: Site) -> Tensor:
+        if not broadcasts(mask.shape, tensor.shape):
+            way = " A mask of rows and tokens is positions=mask." if mask.dim() == 2 and tensor.dim() > 2 else ""
+            raise EditError(
+                f"{site.shown}: edits.patch(…, mask=): a mask of shape {tuple(mask.shape)} does not fit the value, of "
+                f"shape {shape(tensor)}.{way}"
+            )
+        return torch.where(placed_like(mask.to(tensor.device), tensor), new, tensor)
 
-    def _mixed(self, tensor: Tensor, new: Tensor, dim: int) -> Tensor:
-        index: list[Any] = [slice(None)] * tensor.dim()
-        chosen = self.positions
-        # torch would make an ordinary tensor of a list, which no fake tensor takes.
-        as_tensor = is_fake(tensor) and isinstance(chosen, (list, tuple))
-        index[dim] = faked_like(torch.as_tensor(chosen), tensor) if as_tensor else chosen
-        result = tensor.clone()
-        result[tuple(index)] = new[tuple(index)]
-        return result
+    def _part(self, tensor: Tensor, site: Site, known: KnownHeads) -> Part:
+        positions = self.positions if self.dim is None else Along(self.positions, self.dim)
+        try:
+            return parts.part(tensor, positions=positions, known=known, otherwise=1)
+        except NoPart as error:
+            way = " Name the dim of the tokens: dim=…." if error.way else ""
+            raise EditError(f"{site.shown}: edits.patch(…, positions=…): {error.why}{way}") from None
 
     def within(self, part: Part, whole: Tensor) -> Edit:
         return _patched_within(self, part, whole)

@@ -102,12 +102,21 @@ def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
     if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
         raise mismatch(site, "dtype", old.dtype, given.dtype)
     tensor = placed_like(given.to(old.device, old.dtype), old)
-    try:
-        if torch.broadcast_shapes(tensor.shape, old.shape) == old.shape:
-            return tensor
-    except RuntimeError:
-        pass
+    if broadcasts(tensor.shape, old.shape):
+        return tensor
     raise mismatch(site, "shape", shape(old), shape(tensor))
+
+
+def broadcasts(given: torch.Size, to: torch.Size) -> bool:
+    """Whether a tensor of one shape can be broadcast to another.
+
+    >>> broadcasts(torch.Size([1, 4]), torch.Size([3, 4])), broadcasts(torch.Size([3, 4]), torch.Size([1, 4]))
+    (True, False)
+    """
+    try:
+        return bool(torch.broadcast_shapes(given, to) == to)
+    except RuntimeError:
+        return False
 
 
 def with_nested(new: Tensor, value: Any, site: Site) -> Any:

@@ -25,7 +25,7 @@ from torchhook._values.parts import Along
 from torchhook._values.value_object import shown
 from torchhook._version import __version__
 from torchhook.edits import blocking, catalogue
-from torchhook.edits.adapting import OfValue, Steps, adapt
+from torchhook.edits.adapting import OfValue, Steps, adapt, no_dict
 from torchhook.edits.protocol import CataloguedEdit
 from torchhook.edits.where import Only
 from torchhook.errors import EditError, RecordingFileError
@@ -51,7 +51,7 @@ def save_edits(path: str | os.PathLike[str], edits: Mapping[str, Any]) -> Path:
     """
     path = saving.named(path, "edits are", "th.load_edits")
     if not isinstance(edits, Mapping):
-        raise TypeError(f"edits are a dict of addresses and edits, found {type(edits).__name__}.")
+        raise no_dict(edits, "addresses")
     writer = Writer(TENSORS, (*_CODECS, *VALUES))
     document = {
         "edits": [[str(_address(site)), _written(site, edit, writer)] for site, edit in edits.items()],

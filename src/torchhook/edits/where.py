@@ -40,11 +40,12 @@ def only(
 
     Args:
         edit: One of the catalogue, a function of a value, or a list of these.
-        positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first. A table
+        positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first; of ``(N·T, D)``, as
+            experts give it, the edit sees ``(N, T, D)``. A table
             with a line for each row of the batch chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``,
             for which the edit sees ``x[mask]``. While a model generates, a call after the first holds the new token
             alone: add ``steps=0`` for positions of the prompt.
-        rows: Which rows of the batch, dim 0.
+        rows: Which rows of the batch, dim 0; of ``(N·T, D)`` those that the model is called with.
         heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. At ``@k`` and
             ``@v`` they are counted as keys and values have them, also where a kernel is given each of them once for
             every head of queries: the edit sees it once, and all of its copies are changed alike. In the output of a
