@@ -92,7 +92,7 @@ def test_special_tokens_are_left_out_and_top_rows_found_by_position() -> None:
         assert found.top_rows[channel].tolist() == [100 + i for _, i in best]
         assert found.top_values[channel].tolist() == [-value for value, _ in best]
         for (_, i), at in zip(best, found.top_positions[channel].tolist(), strict=True):
-            assert rows[i][:, channel].argmax() == at - 1  # the special one is position 0
+            assert rows[i][:, channel].argmax() == at  # counted among those that are left
 
 
 def test_images_have_their_channels_first_and_rows_may_be_vectors() -> None:

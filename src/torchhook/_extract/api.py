@@ -19,7 +19,7 @@ from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.passes import Passes
-from torchhook._extract.token_choice import Drop
+from torchhook._extract.special_tokens import Drop
 from torchhook._features.api import Features, Folder, Store, absolute, open_features
 from torchhook.errors import ExtractError
 

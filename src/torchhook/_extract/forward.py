@@ -17,7 +17,8 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._extract import inputs
 from torchhook._extract.padding import PaddingOf, Said, Trial
-from torchhook._extract.token_choice import TokenChoice, token_ids, tokens_first
+from torchhook._extract.special_tokens import Left, TokenIds, guarded
+from torchhook._extract.token_choice import TokenChoice, tokens_first
 from torchhook._features.api import shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
@@ -45,13 +46,16 @@ class Forward:
         input_fn: Callable[[Any], Any] | None = None,
         autocast: torch.dtype | bool | None = None,
         cuts: bool = False,
-        special: frozenset[int] = frozenset(),
+        special: frozenset[int] | None = None,
+        by_row: bool = False,
     ) -> None:
         self.model, self.input_fn, self.autocast = model, input_fn, autocast
         self.cuts = cuts
         """Whether who takes the values leaves padding out himself: what is known of it is then known there, too."""
         self.special = special
-        """Tokens to leave out: values come as rows of those that are left."""
+        """Tokens to leave out: transforms see those that are left, and so does who takes the values."""
+        self.by_row = by_row
+        """Whether values come as rows of the tokens that are left."""
         self.index = Index(model)
         self.targets = resolve(self.index, sites)
         self.sites = [str(target.site) for target in self.targets]
@@ -74,7 +78,8 @@ class Forward:
         around = {str(target.site): heads_at(self.index, target) for target in self.targets}
         self.checked: set[str] = set()
         """Sites whose repeated heads were seen to be alike."""
-        self.placed = {site: transforms.placed(self.transforms[site], where) for site, where in around.items()}
+        checks = guarded if self.special is not None else lambda transform: transform
+        self.placed = {site: transforms.placed(checks(self.transforms[site]), where) for site, where in around.items()}
         self.heads: dict[str, Where] = {
             site: transforms.heads_after(self.transforms[site], where) for site, where in around.items()
         }
@@ -126,12 +131,11 @@ class Forward:
             own = self.padding(given, batch, None, wanted=False) if said else known
             trial = Trial(call, known, own, self.heads, whole, self._in_halves())
         inner = put if trial is None else trial.keep(put)
-        # By the ids on the host, too.
-        self._run(call, device, self._without_special(given, inner), known, stop, see)
+        self._run(call, device, *self._without_special(given, inner, known), stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
             self.padding.tried = trial.run(
-                lambda one, look: self._run(one, device, self._without_special(one, look), {}, stop=True)
+                lambda one, look: self._run(one, device, *self._without_special(one, look, {}), stop=True)
             )
 
     def _run(
@@ -167,14 +171,20 @@ class Forward:
 
         return move
 
-    def _without_special(self, call: Inputs, put: Put) -> Put:
-        """``put``, given the tokens of each row that are neither padding nor special, where those are left out."""
-        if not self.special:
-            return put
-        rows = next((len(ids) for ids in token_ids(call).values()), None)
-        if rows is None:
+    def _without_special(self, call: Inputs, put: Put, known: Mapping[str, Known]) -> tuple[Put, Mapping[str, Known]]:
+        """``put``, and what is known at each site, where special tokens are left out as padding is."""
+        if self.special is None:
+            return put, known
+        ids = TokenIds(call, self.padding.parameters)  # on the host, too
+        paths = self.padding.paths.items()
+        left = {site: Left(site, known.get(site), ids.of_site(path), self.special) for site, path in paths}
+        return self._rows_of_tokens(ids, put) if self.by_row else put, left
+
+    def _rows_of_tokens(self, ids: TokenIds, put: Put) -> Put:
+        """``put``, given the tokens of each row that are left."""
+        if ids.rows is None:
             raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
-        choice = TokenChoice(call, rows, 0, self.special, None, False, self.checked, self.padding.paths)
+        choice = TokenChoice(ids.rows, 0, None, False, self.checked)
 
         def cut(site: str, value: Any) -> None:
             found = {name: choice.by_row(name, part, self.heads[site]) for name, part in parts(site, value)}
