@@ -231,6 +231,23 @@ def test_heads_before_tokens_are_reduced_without_special_tokens_too(tmp_path: Pa
     torch.testing.assert_close(found, heads.repeat_interleave(times, 1))
 
 
+def test_lengths_beside_special_tokens_change_nothing_of_heads_and_of_several_values(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    rows = data()
+    sites = ["@k.1", "model.layers.1.self_attn"]
+    alone = extract(model, rows, sites, tmp_path / "a", drop_special=[BOS])
+    beside = extract(model, rows, sites, tmp_path / "b", drop_special=[BOS], lengths="attention_mask")
+    assert alone.keys() == beside.keys()
+    for site in ("@k.1", "model.layers.1.self_attn[0]"):
+        for one, other in zip(alone[site][:], beside[site][:], strict=True):
+            assert torch.equal(one, other)
+    options: dict[str, Any] = {"shuffle": False, "buffer": 99, "batch": 99, "batch_size": 3}
+    tokens = torch.cat(list(alone["@k.1"][:])).flatten(1)
+    for more in ({"drop_special": [BOS], "lengths": "attention_mask"}, {"drop_special": [BOS]}):
+        (streamed,) = list(th.stream(model, rows, "@k.1", **options, **more))
+        assert torch.equal(streamed, tokens)
+
+
 def test_a_slice_is_of_the_tokens_that_are_left(tmp_path: Path) -> None:
     model, _ = small_llama()
     ids = torch.tensor([[BOS, 5, 6, 7, EOS], [BOS, 8, 9, EOS, PAD]])

@@ -48,8 +48,10 @@ def test_no_ids_are_an_answer_too() -> None:
 
 @pytest.mark.parametrize(
     "drop",
-    ["12", "<s>", b"12", ["1"], [1.5], 5, 0, None, [None], [True], {1: 2}, [[1]], 1.0]
-    + [torch.tensor(1), torch.tensor([1.0]), torch.tensor([True]), torch.tensor([[1, 2]]), np.array([1.5])],
+    [
+        *("12", "<s>", b"12", ["1"], [1.5], 5, 0, None, [None], [True], {1: 2}, [[1]], 1.0),
+        *(torch.tensor(1), torch.tensor([1.0]), torch.tensor([True]), torch.tensor([[1, 2]]), np.array([1.5])),
+    ],
     ids=str,
 )
 def test_what_is_no_list_of_ids_is_refused(drop: Any) -> None:
@@ -120,6 +122,7 @@ def test_two_that_fit_must_leave_the_same_tokens() -> None:
     value: Tensor = torch.tensor([[1, 9, 9, 9], [1, 9, 9, 9]])
     same = Left("lm_head", None, [IDS, value], frozenset([1]))
     mask = same.kept(2, 4)
-    assert mask is not None and torch.equal(mask, IDS != 1)
+    assert mask is not None
+    assert torch.equal(mask, IDS != 1)
     with pytest.raises(ExtractError, match="both fit the value, and differ"):
         Left("lm_head", None, [IDS, value], frozenset([1, 9])).kept(2, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -19,10 +19,10 @@ from torchhook._extract import inputs
 from torchhook._extract.padding import PaddingOf, Said, Trial
 from torchhook._extract.special_tokens import Left, TokenIds, guarded
 from torchhook._extract.token_choice import TokenChoice, tokens_first
-from torchhook._features.api import shown
+from torchhook._features.api import ColumnSpec, shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
-from torchhook._values.heads import Where
+from torchhook._values.heads import Where, has_heads
 from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
@@ -105,6 +105,11 @@ class Forward:
         """
         self.run(self.call_of(batch), batch, device, put, stop, said, see)
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether who takes the values finds the tokens himself, also where heads come first."""
+        return self.cuts and not self.by_row
+
     def call_of(self, batch: Any) -> Inputs:
         """What the model is called with."""
         return inputs.call_of(batch, self.model, self.input_fn)
@@ -124,7 +129,7 @@ class Forward:
         known = self.padding(given, batch, said, wanted=self.cuts or any(self.transforms.values()))
         call = inputs.move(given, device)
         whole = self.cuts or bool(said)
-        put = self._with_tokens_first(put) if said else put
+        put = self._with_tokens_first(put) if said and not self.takes_tokens else put
         # One padded batch tells as much as all of them.
         trial = None
         if known and not self.padding.tried:
@@ -165,11 +170,15 @@ class Forward:
     def _with_tokens_first(self, put: Put) -> Put:
         """``put``, given values of which rows can be cut: dim 1 are the tokens, also where heads come first."""
 
-        def move(site: str, value: Any) -> None:
+        def moved(site: str, value: Any) -> Any:
+            if isinstance(value, Rows):  # cut already, as rows of tokens
+                return value
+            if isinstance(value, Columns):
+                return Columns({name: moved(site, part) for name, part in value.items()})
             known = self.heads[site]
-            put(site, tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value))
+            return tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value)
 
-        return move
+        return lambda site, value: put(site, moved(site, value))
 
     def _without_special(self, call: Inputs, put: Put, known: Mapping[str, Known]) -> tuple[Put, Mapping[str, Known]]:
         """``put``, and what is known at each site, where special tokens are left out as padding is."""
@@ -191,6 +200,15 @@ class Forward:
             put(site, found[site] if list(found) == [site] else Columns(found))
 
         return cut
+
+    def heads_first(self, columns: Iterable[ColumnSpec]) -> list[str]:
+        """The columns whose rows are ``(heads, T, D)``: who reads them could take them for maps."""
+        found = []
+        for spec in columns:
+            where = self.heads.get(spec.name) or self.heads.get(spec.name.rpartition("[")[0])
+            if where is not None and not spec.ragged and len(spec.shape) == 3 and has_heads((1, *spec.shape), where()):
+                found.append(spec.name)
+        return found
 
     def _in_halves(self) -> bool:
         """Whether numbers are rounded so much that those of two batches may differ."""

@@ -318,6 +318,7 @@ def _manifest(
             "begun": int(time.time()),
             "versions": versions(),
             "tensors": tensors,
+            "heads_first": forward.heads_first(measured.columns),
             **sources.told(source, request.labels is None),
         },
     )

@@ -59,8 +59,8 @@ def _given(drop: Any) -> frozenset[int]:
         except TypeError:  # a tensor of no dims, which cannot be gone through
             pass
     raise TypeError(
-        f"drop_special={drop!r}: found {wrong!r}, which is no list of token ids. Give True for the special tokens of the "
-        "model's configuration, False for none, or a list of whole numbers: tokenizer.all_special_ids."
+        f"drop_special={drop!r}: expected a list of token ids, found {wrong!r}. Give tokenizer.all_special_ids, True "
+        "for the special tokens that the model's configuration names, or False."
     )
 
 
@@ -115,7 +115,7 @@ class TokenIds:
         named = list(_named(call, parameters))
         found = {name: tensor for name, tensor in named if name in _IDS and _may_be_ids(tensor)}
         if not found and not any(name.endswith("inputs_embeds") and value is not None for name, value in named):
-            found = {_IDS[0]: tensor for tensor in _unnamed(call, named)[:1]}
+            found = dict(zip(_IDS, _unnamed(call, named)[:1], strict=False))
         self._ids = {name: tensor.detach().cpu() for name, tensor in found.items()}
         self._has_two_parts = any(name == "decoder_input_ids" for name in (*parameters, *found))
 
@@ -185,8 +185,8 @@ class Left:
             )
         if any(not torch.equal(plain[0], other) for other in plain[1:]):
             raise ExtractError(
-                f"{shown(self.site)!r}: drop_special= finds input_ids and decoder_input_ids that both fit the value, and "
-                "differ. Leave such tokens out with lengths= (a mask) instead."
+                f"{shown(self.site)!r}: drop_special= finds input_ids and decoder_input_ids that both fit the value, "
+                "and differ. Leave such tokens out with lengths= (a mask) instead."
             )
         real = None if self.padding is None else self.padding.at(rows, width)
         left = plain[0] if real is None else plain[0] & real
@@ -206,8 +206,8 @@ class Left:
         for ids in self.ids:
             mask = self.kept(*ids.shape)
             masks.append(("drop_special=", torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask))
-        ids = [ids[:, positions] for ids in self.ids]
-        return Left(self.site, Masks(tuple(masks)).sliced(positions), ids, frozenset())
+        left = [ids[:, positions] for ids in self.ids]
+        return Left(self.site, Masks(tuple(masks)).sliced(positions), left, frozenset())
 
     def check(self, value: Any, kept: Any) -> None:
         """Refuse what a function that knows nothing of tokens has made of all of them, special ones too."""
