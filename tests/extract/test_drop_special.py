@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.language_models import small_bert, small_gpt2, small_llama, small_t5
 from torchhook import transforms as tf
-from torchhook.errors import ExtractError, PaddingWarning, StoreMismatchError, TransformError
+from torchhook.errors import DataWarning, ExtractError, PaddingWarning, StoreMismatchError, TransformError
 
 BOS, EOS, PAD = 1, 2, 0
 
@@ -185,6 +185,39 @@ def test_padding_that_a_model_lets_in_is_told_all_the_same(tmp_path: Path, how: 
     options: dict[str, Any] = {"lengths": "kept"} if how == "mask" else {"drop_special": True}
     with pytest.warns(PaddingWarning, match="alone and unpadded than in its padded batch"):
         extract(model, call | ({"kept": kept} if how == "mask" else {}), "transformer.h.1", tmp_path, **options)
+
+
+def test_dropping_every_token_is_told(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, EOS], [BOS, 6, EOS]])
+    with pytest.warns(DataWarning, match=r"'@embed': no row has a token .* drop_special="):
+        features = extract(model, {"input_ids": ids}, "@embed", tmp_path, drop_special=range(9))
+    assert [len(row) for row in features["@embed"][:]] == [0, 0]
+    with pytest.raises(ExtractError, match=r"@embed: the data has no token .* drop_special="):
+        list(th.stream(model, {"input_ids": ids}, "@embed", drop_special=range(9)))
+    with pytest.raises(ExtractError, match="neither padding nor special"):
+        th.statistics(model, {"input_ids": ids}, "@embed", drop_special=range(9))
+
+
+def test_no_special_ids_leave_out_padding_alone(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, EOS], [BOS, EOS, PAD]])
+    call = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    for name, drop in (("none", []), ("no such", [-1])):
+        features = extract(model, call, "@embed", tmp_path / name, drop_special=drop)
+        assert [len(row) for row in features["@embed"][:]] == [3, 2]
+    assert extract(model, call, "@embed", tmp_path / "whole")["@embed"].shape == (2, 3, model.config.hidden_size)
+
+
+def test_wrong_arguments_are_refused_by_all_three(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    wrong = pytest.raises(TypeError, match=r"^drop_special='<s>': expected a list of token ids")
+    with wrong:
+        extract(model, data(), "@embed", tmp_path, drop_special="<s>")
+    with wrong:
+        th.stream(model, data(), "@embed", drop_special="<s>")  # type: ignore[arg-type]
+    with wrong:
+        th.statistics(model, data(), "@embed", drop_special="<s>")  # type: ignore[arg-type]
 
 
 # -- transforms that reduce tokens ---------------------------------------------------------------------------------
