@@ -175,6 +175,20 @@ def test_a_mask_that_leaves_special_tokens_out_is_no_padding(tmp_path: Path, tol
         torch.testing.assert_close(row, expected[chosen])
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_made_of_a_mask_with_holes_is_no_padding_either(tmp_path: Path, side: str) -> None:
+    model, _ = small_llama()
+    rows = data(side=side)
+    kept = rows["attention_mask"].bool() & ~torch.isin(rows["input_ids"], torch.tensor([BOS, EOS]))
+    options: dict[str, Any] = {"lengths": "kept", "transform": tf.pool("mean")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PaddingWarning)
+        found = extract(model, rows | {"kept": kept}, "model.layers.1", tmp_path, **options)["model.layers.1"][:]
+    whole = seen(model, "model.layers.1", rows)
+    means = [row[left].mean(0) for row, left in zip(whole, kept, strict=True)]
+    torch.testing.assert_close(found, torch.stack(means))
+
+
 @pytest.mark.parametrize("how", ["mask", "special"])
 def test_padding_that_a_model_lets_in_is_told_all_the_same(tmp_path: Path, how: str) -> None:
     """Padded on the left, without positions: row and padded row differ."""

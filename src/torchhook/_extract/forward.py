@@ -140,7 +140,7 @@ class Forward:
         self.padding.say_unknown(known)
         if trial is not None:
             self.padding.tried = trial.run(
-                lambda one, look: self._run(one, device, *self._without_special(one, look, {}), stop=True)
+                lambda one, look: self._run(one, device, *self._without_special(one, look, trial.alone), stop=True)
             )
 
     def _run(
@@ -192,7 +192,10 @@ class Forward:
     def _rows_of_tokens(self, ids: TokenIds, put: Put) -> Put:
         """``put``, given the tokens of each row that are left."""
         if ids.rows is None:
-            raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
+            raise ExtractError(
+                "drop_special= needs the token ids, and the model is called with none. Leave such tokens out with "
+                "lengths= (a mask) instead."
+            )
         choice = TokenChoice(ids.rows, 0, None, False, self.checked)
 
         def cut(site: str, value: Any) -> None:
