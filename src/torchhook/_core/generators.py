@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,55 +19,48 @@ _FEW = 8  # who wraps a model has few modules of its own: more are layers, and t
 _kind: Callable[[nn.Module], Any] = type  # not as mypy knows it: it takes no class of modules for hashable
 
 
-def generators(index: Index, paths: Iterable[str] = ()) -> list[nn.Module]:
+def generators(index: Index) -> list[nn.Module]:
     """The modules of a model that are called again and again while something is generated: mostly the model itself.
 
     Whatever has a ``generate``; and the one that takes tokens and a cache, which a loop of somebody's own may call.
-    They are looked for above what is at ``paths``, however deep that lies, and near the top: to go through all of a
-    large model would take longer than to open a session on it.
+    They are looked for on the ways to what was asked of the index, however deep that lies, and near the top: to go
+    through all of a large model would take longer than to open a session on it.
     """
-    found = _Generators(index.root)
-    for path in paths:
-        found.at(path)
+    found = _Generators()
+    found.near(index.root)
+    for held, _, child in index.followed:
+        found.below(held, child)
     return found.told()
 
 
 class _Generators:
     """Those that were come upon on the ways from a model to some of its modules."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self) -> None:
         self._met: dict[int, nn.Module] = {}
         self._generate: set[int] = set()
         self._take_cache: set[int] = set()
         # What is inside of one that takes a cache is called by that one, unless it generates by itself.
-        level = [(root, self._meet(root, False))]
-        self._known = {"": level[0]}
+        self._inside: dict[int, bool] = {}
+
+    def near(self, root: nn.Module) -> None:
+        """The model itself, and what it holds if it may be one that wraps another."""
+        self._meet(root, False)
+        level = [root]
         for _ in range(_NEAR):
-            level = [
-                (child, self._meet(child, inside))
-                for module, inside in level
-                if 0 < len(module._modules) <= _FEW
-                for child in module._modules.values()
-                if child is not None
-            ]
+            above = [module._modules for module in level if 0 < len(module._modules) <= _FEW]
+            level = [self.below(held, child) for held in above for child in held.values() if child is not None]
             if len(level) > _FEW:
                 break
 
-    def at(self, path: str) -> tuple[nn.Module, bool]:
-        """The module of a path, or the nearest above it; and whether it is inside of one that takes a cache."""
-        known = self._known.get(path)
-        if known is None:
-            above, _, name = path.rpartition(".")
-            known = module, inside = self.at(above)
-            children = module._modules
-            child = children[name] if name in children else None  # noqa: SIM401  # TorchScript has no get
-            if child is not None:
-                child = unwrapped(child) if child._modules else child
-                known = child, self._meet(child, inside)
-            self._known[path] = known
-        return known
+    def below(self, held: dict[str, nn.Module | None], module: nn.Module) -> nn.Module:
+        """One of those that another holds, without what wraps it."""
+        if module._modules:
+            module = unwrapped(module)
+        self._meet(module, self._inside.get(id(held), False))
+        return module
 
-    def _meet(self, module: nn.Module, inside: bool) -> bool:
+    def _meet(self, module: nn.Module, inside: bool) -> None:
         generates, takes_cache = _means(_kind(module))
         if generates or takes_cache:
             self._met[id(module)] = module
@@ -75,7 +68,7 @@ class _Generators:
             self._generate.add(id(module))
         if takes_cache and not inside:
             self._take_cache.add(id(module))
-        return inside or takes_cache
+        self._inside[id(module._modules)] = inside or takes_cache
 
     def told(self) -> list[nn.Module]:
         # Of several, none of which generates, nobody can tell whose calls are the steps.

@@ -28,7 +28,7 @@ from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
-from torchhook._values.wrappers import ORDINARY, carrying
+from torchhook._values.wrappers import ORDINARY, carrying, is_causal_bias
 from torchhook.transforms import Transform
 
 MODES = ("copy", "live", "reference", "clone")
@@ -208,6 +208,8 @@ class Keep:
             self._to_host.settle()
 
     def _tensor(self, tensor: Tensor) -> Tensor:
+        if is_causal_bias(tensor):  # nobody writes to it, and torch 2.6 lets nobody copy it
+            return tensor
         kept = self._as_it_is(tensor) if self._is_plain else self._converted(tensor)
         return kept if type(tensor) in ORDINARY else carrying(kept, tensor)
 

@@ -7,6 +7,7 @@ the one before may still find the old taps, and must not find the new recording 
 from __future__ import annotations
 
 from torchhook._core import never_ran, steps
+from torchhook._core.generators import generators
 from torchhook._core.hooks import Attachment, is_script
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -24,7 +25,7 @@ class Reopening:
         self._keep, self._index = keep, index
         self._taps = taps  # as they were built: they are copied, and nothing passes them
         self._name, self._other_names = recording.model_name, recording.other_names
-        self._generates = steps.may_come(taps)
+        self._generates = bool(generators(index))
         self._not_called = {str(site): never_ran.NOT_CALLED for site in taps.targets}
         self._told = never_ran.told(self._not_called)
 

@@ -306,21 +306,12 @@ Attached = tuple[nn.Module, Attachable]
 """A module, and what goes on it."""
 
 
-def may_come(taps: Taps) -> bool:
-    """Whether what a session looks at may be called in steps."""
-    return bool(generators(taps.index, _paths(taps)))
-
-
-def _paths(taps: Taps) -> Iterable[str]:
-    return (site.path for site in taps.targets)
-
-
 def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
     # Who only looks, as a guard does, asks for no steps.
     if not (recording.is_open or any(tap.edits for tap in taps.all())):
         return taps
-    modules = generators(taps.index, _paths(taps))
+    modules = generators(taps.index)
     if not modules:
         return taps
     steps = Steps(recording, scope)

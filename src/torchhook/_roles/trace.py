@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchhook import _torch
 from torchhook._core import calling
 from torchhook._core.functional import Listener
 from torchhook._core.index import is_callable
@@ -120,11 +121,12 @@ class _Tokens:
             return known[1]
         token = next(self._next)
         self._known[id(tensor)] = weakref.ref(tensor), token
-        self.shapes[token] = tuple(tensor.shape)
-        if tensor.is_floating_point():
-            self.floating.add(token)
-        elif tensor.dtype in (torch.int64, torch.int32):
-            self.integers.add(token)
+        with _torch.unheard():  # in torch 2.6, a causal bias tells a mode not even its shape
+            self.shapes[token] = tuple(tensor.shape)
+            if tensor.is_floating_point():
+                self.floating.add(token)
+            elif tensor.dtype in (torch.int64, torch.int32):
+                self.integers.add(token)
         return token
 
     def inside(self, value: Any) -> list[tuple[str, Token]]:

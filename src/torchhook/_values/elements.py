@@ -77,7 +77,7 @@ def measurable(tensor: Tensor) -> bool:
     >>> measurable(torch.ones(3)), measurable(torch.empty(0)), measurable(torch.eye(3).to_sparse())
     (True, False, False)
     """
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if is_causal_bias(tensor) or tensor.layout != torch.strided or tensor.is_nested:
         return False
     if type(tensor) in ORDINARY:  # as nearly all: what can be wrong with one is asked at once
         return tensor.numel() > 0 and tensor.dtype not in _PACKED and not tensor.is_meta and not is_freed(tensor)

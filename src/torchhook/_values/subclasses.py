@@ -6,13 +6,15 @@ of the mesh has to ask.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchhook._values.wrappers import ORDINARY, faked_like, plain
+from torchhook import _torch
+from torchhook._values.wrappers import ORDINARY, faked_like, is_causal_bias, plain
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -132,7 +134,9 @@ def traits(tensor: Tensor) -> dict[str, Any]:
     {'kind of tensor': 'Tensor', 'shape': (2,), 'dtype': torch.float32, 'device': device(type='cpu')}
     """
     kind = "DTensor" if is_distributed(tensor) else "Tensor"
-    return {"kind of tensor": kind, "shape": shape(tensor), "dtype": tensor.dtype, "device": tensor.device}
+    # In torch 2.6, a causal bias tells nobody its shape.
+    with _torch.unheard() if is_causal_bias(tensor) else contextlib.nullcontext():
+        return {"kind of tensor": kind, "shape": shape(tensor), "dtype": tensor.dtype, "device": tensor.device}
 
 
 def sharded_over(tensor: Tensor) -> tuple[Any, ...]:
