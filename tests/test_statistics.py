@@ -92,7 +92,15 @@ def test_special_tokens_are_left_out_and_top_rows_found_by_position() -> None:
         assert found.top_rows[channel].tolist() == [100 + i for _, i in best]
         assert found.top_values[channel].tolist() == [-value for value, _ in best]
         for (_, i), at in zip(best, found.top_positions[channel].tolist(), strict=True):
-            assert rows[i][:, channel].argmax() == at - 1  # the special one is position 0
+            assert rows[i][:, channel].argmax() == at  # counted among those that are left
+
+
+def test_positions_are_counted_among_the_tokens_that_are_left() -> None:
+    make, site, _ = MODELS["llama"]
+    model, data = make(), padded("left")
+    found = th.statistics(model, data, site, per="token", batch_size=4, drop_special=[BOS])[site]
+    rows = [row[1:] for row in unpadded(model, site, data, 4)]
+    check(found, [np.concatenate([row[p] for row in rows if len(row) > p]) for p in range(max(LENGTHS) - 1)])
 
 
 def test_images_have_their_channels_first_and_rows_may_be_vectors() -> None:
@@ -286,7 +294,7 @@ def test_memory_does_not_grow_with_the_data() -> None:
         ({"per": "tensor", "covariance": True}, "covariance=True is that of channels"),
         ({"quantiles": [1.5]}, "shares of the values, from 0 to 1"),
         ({"channel": 3}, r"channel=3: a row has the shape \(5, 3\)"),
-        ({"top": -1}, "top 0 or more"),
+        ({"top": -1}, "^top=-1: give a number of rows, 0 or more"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

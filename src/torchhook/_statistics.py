@@ -11,6 +11,7 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._extract.api import Drop, Part, Passes, Transforms, evaluating_on, random_numbers_kept
+from torchhook._features.api import check_options
 from torchhook._recording.statistics import Options, SiteStatistics, Statistics
 from torchhook._values.quantiles import RESOLUTION
 from torchhook._values.running import PER, Block, Running
@@ -56,16 +57,18 @@ def statistics(
         data: As ``extract`` takes it; a ``DataLoader`` may shuffle.
         sites: What to look at, by any selector.
         per: ``"channel"``: numbers for each channel, over all rows and positions. ``"tensor"``: one number of all
-            values. ``"token"``: numbers for each position of a row, counted without padding.
+            values. ``"token"``: numbers for each position of a row, counted among the tokens that are left, without
+            padding and special ones.
         covariance: Whether to take the covariance of the channels, too.
         quantiles: Shares of the values, from 0 to 1. They are exact for up to ``resolution`` values; of more, their
             ranks are off by ``log2(n / resolution) / (2 * resolution)`` of the count ``n`` at most, which is 0.3 % for
             a million values; ``rank_error`` says by how much in truth.
-        top: So many rows with the largest values are remembered for each channel, and at which positions these are.
-            Rows are numbered as they come: those of a loader that shuffles, in its order.
+        top: So many rows with the largest values are remembered for each channel, and at which positions these are,
+            counted as above. Rows are numbered as they come: those of a loader that shuffles, in its order.
         transform: Changes what is looked at, as in ``extract``.
         lengths: What is padding, as in ``extract``; by default what the model's own attention mask says.
-        drop_special: Special tokens to leave out, by their ids; ``True`` for those of the model's configuration.
+        drop_special: Special tokens to leave out, as in ``extract``: by their ids, or ``True`` for those of the model's
+            configuration.
         channel: The channel dim of a row: by default the first of maps ``(C, H, W)``, else the last.
         first_row: The number of the first row of ``data``, where it is a part of a larger one.
         resolution: Values that are kept for quantiles, for each level of their sketch.
@@ -123,8 +126,5 @@ def _checked(per: str, covariance: bool, quantiles: Sequence[float], top: int, r
     if covariance and per != "channel":
         raise ValueError(f"covariance=True is that of channels, and per={per!r}: say per='channel'.")
     wanted = tuple(float(q) for q in quantiles)
-    if not all(0 <= q <= 1 for q in wanted):
-        raise ValueError(f"quantiles={list(wanted)}: they are shares of the values, from 0 to 1.")
-    if resolution < 2 or top < 0:
-        raise ValueError(f"resolution={resolution}, top={top}: give resolution 2 or more, and top 0 or more.")
+    check_options(wanted, top, resolution)
     return Options(per, covariance, wanted, top, resolution if wanted else 0)

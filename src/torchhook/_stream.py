@@ -71,7 +71,7 @@ def stream(
         lengths: What is padding, as in ``extract``, and left out. By default what the model's own attention mask says;
             with ``False`` all positions are taken.
         drop_special: Special tokens to leave out, by their ids (``tokenizer.all_special_ids``); ``True`` for those that
-            the model's configuration names.
+            the model's configuration names. Transforms see those that are left, and count positions among them.
         device: Where the buffer is and batches come; by default where the values are.
         dtype: Floating-point values are kept as this; by default as they are.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
@@ -143,6 +143,11 @@ class TokenStream:
             while more:
                 more = refill(pool)
                 yield from map(self._shaped, pool.hand_out(everything=not more))
+        if not refill.tokens:
+            raise ExtractError(
+                f"{', '.join(map(shown, self._passes.columns[:4]))}: the data has no token that is neither padding nor "
+                "special, so that there is nothing to hand out. See drop_special= and lengths=."
+            )
         left = pool.rest()
         if left is not None and not self._drop_last:
             yield self._shaped(left)
@@ -175,6 +180,8 @@ class _Refill:
         self.passes, self.staging, self.seed = passes, staging, seed
         self.batches: Generator[Any, None, None] | None = None
         self.waiting: list[_Staged] = []
+        self.tokens = 0
+        """How many there were so far."""
         self._numbers: Callable[[], None] | None = None
 
     def __call__(self, pool: _Pool) -> bool:
@@ -203,6 +210,7 @@ class _Refill:
         self.staging.begin()
         self.passes.run(batch, device, self.staging.take)
         self.waiting.append(self.staging.end())
+        self.tokens += max(map(len, self.waiting[-1].columns.values()), default=0)
         return True
 
     def _store(self, pool: _Pool, last: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.language_models import small_bert, small_gpt2, small_llama, small_t5
 from torchhook import transforms as tf
-from torchhook.errors import ExtractError, PaddingWarning, StoreMismatchError
+from torchhook.errors import DataWarning, ExtractError, PaddingWarning, StoreMismatchError, TransformError
 
 BOS, EOS, PAD = 1, 2, 0
 
@@ -88,7 +88,7 @@ def test_ids_may_be_given_and_padding_said_otherwise(tmp_path: Path) -> None:
             torch.testing.assert_close(row, expected[kept])
 
 
-def test_what_is_made_of_all_tokens_of_a_row_stays(tmp_path: Path) -> None:
+def test_what_the_model_makes_of_all_tokens_of_a_row_stays(tmp_path: Path) -> None:
     model, _ = small_bert()
     rows = data()
     call = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
@@ -96,13 +96,10 @@ def test_what_is_made_of_all_tokens_of_a_row_stays(tmp_path: Path) -> None:
     transform = {"encoder.layer.0": tf.pool("mean")}
     features = extract(model, call, sites, tmp_path, drop_special=[BOS], transform=transform)
     torch.testing.assert_close(features["pooler"][:], seen(model, "pooler", call))
-    mask = rows["attention_mask"].bool()
-    means = torch.stack(
-        [row[real].mean(0) for row, real in zip(seen(model, "encoder.layer.0", call), mask, strict=True)]
-    )
-    torch.testing.assert_close(features["encoder.layer.0"][:], means)  # of special tokens, too, as in a stream
+    kept = rows["attention_mask"].bool() & (rows["input_ids"] != BOS)
+    means = [row[left].mean(0) for row, left in zip(seen(model, "encoder.layer.0", call), kept, strict=True)]
+    torch.testing.assert_close(features["encoder.layer.0"][:], torch.stack(means))
     whole = seen(model, "encoder.layer.0.attention.self", call)  # the first of a tuple
-    kept = mask & (rows["input_ids"] != BOS)
     for row, expected, chosen in zip(features["encoder.layer.0.attention.self[0]"][:], whole, kept, strict=True):
         torch.testing.assert_close(row, expected[chosen])
 
@@ -178,6 +175,20 @@ def test_a_mask_that_leaves_special_tokens_out_is_no_padding(tmp_path: Path, tol
         torch.testing.assert_close(row, expected[chosen])
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_made_of_a_mask_with_holes_is_no_padding_either(tmp_path: Path, side: str) -> None:
+    model, _ = small_llama()
+    rows = data(side=side)
+    kept = rows["attention_mask"].bool() & ~torch.isin(rows["input_ids"], torch.tensor([BOS, EOS]))
+    options: dict[str, Any] = {"lengths": "kept", "transform": tf.pool("mean")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PaddingWarning)
+        found = extract(model, rows | {"kept": kept}, "model.layers.1", tmp_path, **options)["model.layers.1"][:]
+    whole = seen(model, "model.layers.1", rows)
+    means = [row[left].mean(0) for row, left in zip(whole, kept, strict=True)]
+    torch.testing.assert_close(found, torch.stack(means))
+
+
 @pytest.mark.parametrize("how", ["mask", "special"])
 def test_padding_that_a_model_lets_in_is_told_all_the_same(tmp_path: Path, how: str) -> None:
     """Padded on the left, without positions: row and padded row differ."""
@@ -188,3 +199,192 @@ def test_padding_that_a_model_lets_in_is_told_all_the_same(tmp_path: Path, how: 
     options: dict[str, Any] = {"lengths": "kept"} if how == "mask" else {"drop_special": True}
     with pytest.warns(PaddingWarning, match="alone and unpadded than in its padded batch"):
         extract(model, call | ({"kept": kept} if how == "mask" else {}), "transformer.h.1", tmp_path, **options)
+
+
+def test_dropping_every_token_is_told(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, EOS], [BOS, 6, EOS]])
+    with pytest.warns(DataWarning, match=r"'@embed': no row has a token .* drop_special="):
+        features = extract(model, {"input_ids": ids}, "@embed", tmp_path, drop_special=range(9))
+    assert [len(row) for row in features["@embed"][:]] == [0, 0]
+    with pytest.raises(ExtractError, match=r"@embed: the data has no token .* drop_special="):
+        list(th.stream(model, {"input_ids": ids}, "@embed", drop_special=range(9)))
+    with pytest.raises(ExtractError, match="neither padding nor special"):
+        th.statistics(model, {"input_ids": ids}, "@embed", drop_special=range(9))
+
+
+def test_no_special_ids_leave_out_padding_alone(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, EOS], [BOS, EOS, PAD]])
+    call = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    for name, drop in (("none", []), ("no such", [-1])):
+        features = extract(model, call, "@embed", tmp_path / name, drop_special=drop)
+        assert [len(row) for row in features["@embed"][:]] == [3, 2]
+    assert extract(model, call, "@embed", tmp_path / "whole")["@embed"].shape == (2, 3, model.config.hidden_size)
+
+
+def test_wrong_arguments_are_refused_by_all_three(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    wrong = pytest.raises(TypeError, match=r"^drop_special='<s>': expected a list of token ids")
+    with wrong:
+        extract(model, data(), "@embed", tmp_path, drop_special="<s>")
+    with wrong:
+        th.stream(model, data(), "@embed", drop_special="<s>")  # type: ignore[arg-type]
+    with wrong:
+        th.statistics(model, data(), "@embed", drop_special="<s>")  # type: ignore[arg-type]
+
+
+# -- transforms that reduce tokens ---------------------------------------------------------------------------------
+
+REDUCED: dict[str, tuple[Any, Any]] = {
+    "mean": (tf.pool("mean"), lambda row: row.mean(0)),
+    "max": (tf.pool("max"), lambda row: row.amax(0)),
+    "first": (tf.tokens(0), lambda row: row[0]),
+    "last": (tf.tokens("last"), lambda row: row[-1]),
+    "ends": (tf.tokens([0, -1]), lambda row: row[[0, -1]]),
+    "only": (tf.only(positions=0), lambda row: row[:1]),
+    "composed": (tf.compose(lambda value: value * 2, tf.pool("sum")), lambda row: row.sum(0) * 2),
+}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("how", REDUCED)
+def test_a_transform_sees_the_tokens_that_are_left(tmp_path: Path, how: str, side: str) -> None:
+    """In a store, a stream and statistics; and no warning that the row alone would have other features."""
+    model, _ = small_llama()
+    rows, site = data(side=side), "model.layers.1"
+    transform, alone = REDUCED[how]
+    kept = rows["attention_mask"].bool() & ~torch.isin(rows["input_ids"], torch.tensor([BOS, EOS]))
+    wanted = torch.stack([alone(row[left]) for row, left in zip(seen(model, site, rows), kept, strict=True)])
+    options: dict[str, Any] = {"transform": transform, "drop_special": [BOS, EOS], "batch_size": 3}
+    torch.testing.assert_close(extract(model, rows, site, tmp_path, **options)[site][:], wanted)
+    tokens = wanted.reshape(-1, wanted.shape[-1])
+    streamed = torch.cat(list(th.stream(model, rows, site, shuffle=False, buffer=99, batch=99, **options)))
+    torch.testing.assert_close(streamed, tokens)
+    found = th.statistics(model, rows, site, **options)[site]
+    assert found.count == len(tokens)
+    torch.testing.assert_close(found.mean, tokens.double().mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_before_tokens_are_reduced_without_special_tokens_too(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    rows = data()
+    kept = rows["attention_mask"].bool() & (rows["input_ids"] != BOS)
+    whole = seen(model, "model.layers.1.self_attn.v_proj", rows)  # (N, T, heads * D)
+    wanted = torch.stack([row[left].mean(0) for row, left in zip(whole, kept, strict=True)])
+    found = extract(model, rows, "@v.1", tmp_path, transform=tf.pool("mean"), drop_special=[BOS])["@v.1"][:]
+    heads = wanted.unflatten(1, (-1, model.config.hidden_size // model.config.num_attention_heads))
+    times = found.shape[1] // heads.shape[1]  # as the kernel wants them
+    torch.testing.assert_close(found, heads.repeat_interleave(times, 1))
+
+
+def test_lengths_beside_special_tokens_change_nothing_of_heads_and_of_several_values(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    rows = data()
+    sites = ["@k.1", "model.layers.1.self_attn"]
+    alone = extract(model, rows, sites, tmp_path / "a", drop_special=[BOS])
+    beside = extract(model, rows, sites, tmp_path / "b", drop_special=[BOS], lengths="attention_mask")
+    assert alone.keys() == beside.keys()
+    for site in ("@k.1", "model.layers.1.self_attn[0]"):
+        for one, other in zip(alone[site][:], beside[site][:], strict=True):
+            assert torch.equal(one, other)
+    options: dict[str, Any] = {"shuffle": False, "buffer": 99, "batch": 99, "batch_size": 3}
+    tokens = torch.cat(list(alone["@k.1"][:])).flatten(1)
+    for more in ({"drop_special": [BOS], "lengths": "attention_mask"}, {"drop_special": [BOS]}):
+        (streamed,) = list(th.stream(model, rows, "@k.1", **options, **more))
+        assert torch.equal(streamed, tokens)
+
+
+def test_a_slice_is_of_the_tokens_that_are_left(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, 6, 7, EOS], [BOS, 8, 9, EOS, PAD]])
+    call = {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    options: dict[str, Any] = {"drop_special": [BOS, EOS], "progress": False}
+    found = extract(model, call, "@embed", tmp_path / "a", transform=tf.narrow(1, None), **options)["@embed"][:]
+    table = model.get_input_embeddings().weight
+    torch.testing.assert_close(torch.cat(list(found)), table[[6, 7, 9]].detach())
+    with pytest.raises(ExtractError, match="narrow has cut off positions"):
+        extract(model, call, "@embed", tmp_path / "b", transform=tf.narrow(0, 2), **options)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda value: value.mean(1),
+        lambda value: value.norm(dim=-1),
+        lambda value: value[:, :1],
+        lambda value: value[:, 1:],
+        tf.compose(lambda value: value.sum(1), tf.cast(torch.float64)),
+    ],
+)
+def test_a_function_that_was_told_of_no_tokens_is_refused(tmp_path: Path, transform: Any) -> None:
+    """It took special tokens in, and nobody could know."""
+    model, _ = small_llama()
+    options: dict[str, Any] = {"transform": transform, "drop_special": [BOS]}
+    refused = pytest.raises(ExtractError, match=r"'@embed': drop_special= .* transforms\.pool")
+    with refused:
+        extract(model, data(), "@embed", tmp_path, **options)
+    with refused:
+        list(th.stream(model, data(), "@embed", **options))
+    with refused:
+        th.statistics(model, data(), "@embed", **options)
+
+
+def test_functions_of_each_token_and_of_what_has_none_are_not(tmp_path: Path) -> None:
+    model, _ = small_bert()
+    rows = data()
+    call = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+    transform = {"pooler": lambda value: value[:, :2], "(model)": tf.pick("pooler_output"), "embeddings": abs}
+    features = extract(model, call, list(transform), tmp_path, transform=transform, drop_special=[BOS])
+    torch.testing.assert_close(features["pooler"][:], seen(model, "pooler", call)[:, :2])
+    torch.testing.assert_close(features["(model)"][:], seen(model, "pooler", call))
+    left = rows["attention_mask"].bool() & (rows["input_ids"] != BOS)
+    torch.testing.assert_close(torch.cat(list(features["embeddings"][:])), seen(model, "embeddings", call)[left].abs())
+
+
+def test_a_row_without_a_token_has_no_mean(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, EOS], [BOS, EOS, EOS]])
+    with pytest.raises(TransformError, match="'@embed': row 1 of the batch has no token that is neither"):
+        extract(model, {"input_ids": ids}, "@embed", tmp_path, drop_special=True, transform=tf.pool("mean"))
+
+
+def test_all_positions_of_one_site_can_be_asked_for(tmp_path: Path) -> None:
+    model, _ = small_llama()
+    ids = torch.tensor([[BOS, 5, 6, EOS], [BOS, 8, 9, EOS]])
+    transform = tf.pool("mean", masked=False)
+    found = extract(model, {"input_ids": ids}, "@embed", tmp_path, drop_special=True, transform=transform)["@embed"][:]
+    torch.testing.assert_close(found, model.get_input_embeddings().weight[ids].mean(1).detach())
+
+
+# -- which tensor are the ids ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [[], ["position_ids"], ["token_type_ids"]])
+def test_neither_masks_nor_positions_are_token_ids(tmp_path: Path, more: list[str]) -> None:
+    model, _ = small_gpt2()
+    rows = data()
+    call = {"inputs_embeds": torch.randn(8, 9, model.config.n_embd), "attention_mask": rows["attention_mask"]}
+    call |= dict.fromkeys(more, rows["position_ids"])
+    needs = pytest.raises(ExtractError, match="drop_special= needs the token ids")
+    with needs:
+        extract(model, call, "transformer.h.0", tmp_path, drop_special=[1])
+    with needs:
+        list(th.stream(model, call, "transformer.h.0", drop_special=[1]))
+    with needs:
+        extract(model, call, "transformer.h.0", tmp_path, drop_special=[1], transform=tf.pool("mean"))
+
+
+def test_a_decoder_whose_ids_are_made_inside_is_refused(tmp_path: Path) -> None:
+    """Of labels: those of the encoder, which are as long, are others."""
+    model, _ = small_t5()
+    ids = torch.tensor([[5, 1, 6, 2], [1, 7, 8, 2]])
+    options: dict[str, Any] = {"drop_special": [1], "input_fn": lambda ids: {"input_ids": ids, "labels": ids.flip(1)}}
+    found = extract(model, ids, "@encoder.resid_post.0", tmp_path / "a", **options)
+    assert [len(row) for row in found["@encoder.resid_post.0"]] == [3, 3]
+    for site in ("@decoder.resid_post.0", "lm_head"):
+        with pytest.raises(ExtractError, match="drop_special= needs the token ids"):
+            extract(model, ids, site, tmp_path / "b", **options)
+    both = {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    with pytest.raises(ExtractError, match="both fit the value, and differ"):
+        extract(model, both, "lm_head", tmp_path / "b", drop_special=[1])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchhook._extract.token_choice import TokenChoice, special_ids
+from torchhook._extract.special_tokens import Left
+from torchhook._extract.token_choice import TokenChoice
 from torchhook._values.padding import given, knowing
 from torchhook._values.running import Block
-from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError
 from torchhook.transforms import Rows
 
@@ -17,10 +17,12 @@ IDS = torch.tensor([[1, 5, 6, 0], [1, 7, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 
 
-def choice(
-    special: tuple[int, ...] = (), channel: int | None = None, maps: bool = False, call: Inputs | None = None
-) -> TokenChoice:
-    return TokenChoice(call or Inputs((), {"input_ids": IDS}), 2, 10, frozenset(special), channel, maps)
+def choice(channel: int | None = None, maps: bool = False) -> TokenChoice:
+    return TokenChoice(2, 10, channel, maps)
+
+
+def left(*special: int, ids: Tensor = IDS, mask: Tensor | None = None) -> Left:
+    return Left("h", None if mask is None else given("lengths=", mask, 2), [ids], frozenset(special))
 
 
 def where(block: Block) -> list[tuple[int, int]]:
@@ -43,23 +45,25 @@ def test_padding_is_left_out_and_positions_are_counted_without_it(flip: bool) ->
     assert where(block) == [(10, 0), (10, 1), (10, 2), (11, 0), (11, 1)]
 
 
-def test_special_tokens_are_left_out_and_keep_their_positions() -> None:
+def test_positions_are_counted_among_the_tokens_that_are_left() -> None:
     value = torch.randn(2, 4, 3)
-    with knowing(given("lengths=", MASK, 2)):
-        block = choice(special=(1,))("h", value)
+    with knowing(left(1, mask=MASK)):
+        block = choice()("h", value)
     assert torch.equal(block.tokens, value[(MASK == 1) & (IDS != 1)])
-    assert where(block) == [(10, 1), (10, 2), (11, 1)]
+    assert where(block) == [(10, 0), (10, 1), (11, 0)]
 
 
 def test_a_batch_of_one_token_each_has_special_ones_too() -> None:
     ids, value = torch.tensor([[1], [7]]), torch.randn(2, 1, 3)
-    block = choice(special=(1,), call=Inputs((), {"input_ids": ids}))("h", value)
-    assert torch.equal(block.tokens, value[1])
-    assert where(block) == [(11, 0)]
-    # What is made of all the tokens of a row is none of them.
-    pooled = torch.randn(2, 3)
-    assert torch.equal(choice(special=(1,), call=Inputs((), {"input_ids": ids}))("pooler", pooled).tokens, pooled)
-    assert torch.equal(choice(special=(1,))("pooler", value).tokens, value[:, 0])
+    with knowing(left(1, ids=ids)):
+        block = choice()("h", value)
+        assert torch.equal(block.tokens, value[1])
+        assert where(block) == [(11, 0)]
+        # What is made of all the tokens of a row is none of them.
+        pooled = torch.randn(2, 3)
+        assert torch.equal(choice()("pooler", pooled).tokens, pooled)
+    with knowing(left(1)):
+        assert torch.equal(choice()("pooler", value).tokens, value[:, 0])
 
 
 def test_rows_and_positions_in_one_dim_are_told_apart_by_the_rows_of_the_batch() -> None:
@@ -68,8 +72,9 @@ def test_rows_and_positions_in_one_dim_are_told_apart_by_the_rows_of_the_batch()
         block = choice()("router", value)
     assert torch.equal(block.tokens, value[MASK.flatten().bool()])
     pooled = torch.randn(2, 3)
-    with knowing(given("lengths=", MASK, 2)):
-        assert torch.equal(choice(special=(1,))("pooler", pooled).tokens, pooled)
+    with knowing(left(1, mask=MASK)):
+        assert torch.equal(choice()("router", value).tokens, value[((MASK == 1) & (IDS != 1)).flatten()])
+        assert torch.equal(choice()("pooler", pooled).tokens, pooled)
     with pytest.raises(ExtractError, match="'h': 3 rows for a batch of 2"):
         choice()("h", torch.randn(3, 3))
 
@@ -105,48 +110,10 @@ def test_rows_of_a_transforms_own_making_are_taken_as_they_are() -> None:
     block = choice()("h", rows)
     assert torch.equal(block.tokens, torch.cat(list(rows)))
     assert where(block) == [(10, 0), (10, 1), (10, 2), (11, 0)]
-    with pytest.raises(ExtractError, match="no token ids to drop by"):
-        choice(special=(1,))("h", rows)
+    with knowing(left(1)), pytest.raises(ExtractError, match="no token ids to drop by"):
+        choice()("h", rows)
 
 
 def test_a_layer_of_another_width_says_that_its_padding_is_not_known() -> None:
     with knowing(given("lengths=", MASK, 2)), pytest.raises(ExtractError, match=r"'h': .*With lengths=False"):
         choice()("h", torch.randn(2, 3, 5))
-
-
-def test_a_decoder_has_its_own_ids() -> None:
-    call = Inputs((), {"input_ids": IDS, "decoder_input_ids": torch.tensor([[5, 1, 1, 9], [5, 5, 1, 1]])})
-    of_decoder = choice(special=(1,), call=call)("decoder.block.0", torch.randn(2, 4, 3))
-    assert where(of_decoder) == [(10, 0), (10, 3), (11, 0), (11, 1)]
-    of_encoder = choice(special=(1,), call=call)("encoder.block.0", torch.randn(2, 4, 3))
-    assert where(of_encoder)[0] == (10, 1)
-    alone = choice(special=(1,), call=Inputs((IDS,), {}))("h", torch.randn(2, 4, 3))
-    assert len(alone.tokens) == 6
-    beside = choice(special=(1,), call=Inputs((IDS, MASK), {}))("h", torch.randn(2, 4, 3))
-    whole = choice(special=(1,), call=Inputs(({"attention_mask": MASK, "input_ids": IDS},), {}))(
-        "h", torch.randn(2, 4, 3)
-    )
-    assert where(beside) == where(whole) == where(alone)
-
-
-@pytest.mark.parametrize("drop", [False, True, [3, 4]])
-def test_special_ids_are_given_or_those_of_the_configuration(drop: bool | list[int]) -> None:
-    class Config:
-        bos_token_id, eos_token_id, pad_token_id, cls_token_id = 1, [2, 7], None, 5
-
-    class Model(nn.Module):
-        config = Config()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    wanted = {False: set(), True: {1, 2, 5, 7}}[drop] if isinstance(drop, bool) else set(drop)
-    assert special_ids(Model(), drop) == wanted
-
-
-def test_a_configuration_that_knows_padding_alone_is_no_answer() -> None:
-    class Bert(nn.Module):
-        config = type("Config", (), {"pad_token_id": 0, "bos_token_id": None})()
-
-    with pytest.raises(ExtractError, match="names no special tokens but padding"):
-        special_ids(Bert(), True)

@@ -76,7 +76,7 @@ def test_they_are_indexed_like_a_tensor_of_all_tokens(store: Any) -> None:
 def test_what_is_no_number_of_a_token_is_refused(store: Any, index: Any) -> None:
     tokens = store.tokens("b")
     for read in (tokens.__getitem__, tokens.where):
-        with pytest.raises(TypeError, match="'b': rows are chosen by number, slice, list or mask, found"):
+        with pytest.raises(TypeError, match="'b': tokens are chosen by number, slice, list or mask, found"):
             read(index)
     assert torch.equal(tokens[torch.tensor(3)], tokens[np.int32(3)])
 
@@ -129,7 +129,7 @@ def test_sites_with_other_numbers_of_tokens_and_maps_are_refused(stores: Path, t
     maps = th.extract(nn.Sequential(nn.Identity()), torch.randn(6, 3, 4, 4), "0", tmp_path / "f", progress=False)
     with pytest.raises(TypeError, match=r"rows of shape \(3, 4, 4\) are no tokens"):
         maps.tokens("0")
-    with pytest.raises(IndexError, match="row 9999 of"):
+    with pytest.raises(IndexError, match="token 9999 of"):
         store.tokens("a")[9999]
 
 

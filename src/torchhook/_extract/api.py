@@ -19,7 +19,7 @@ from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.passes import Passes
-from torchhook._extract.token_choice import Drop
+from torchhook._extract.special_tokens import Drop
 from torchhook._features.api import Features, Folder, Store, absolute, open_features
 from torchhook.errors import ExtractError
 
@@ -107,7 +107,9 @@ def extract(
             rows ``(T, heads, D)``.
         drop_special: Special tokens to leave out, by their ids (``tokenizer.all_special_ids``); ``True`` for those that
             the model's configuration names. ``(N, T, ...)`` values are then cut to rows of the tokens that are left,
-            without padding, as ``stream`` takes them; positions are counted among these.
+            without padding, as ``stream`` takes them; ``[]`` leaves out padding alone. Transforms see the tokens that
+            are left, and everywhere positions are counted among them. What the model itself makes of all tokens of a
+            row, ``(N, D)``, stays as it is.
         input_fn: From a batch to what the model is called with: a tuple is the positional arguments, a dict the keyword
             arguments, anything else the one argument. By default the usual structures are understood.
         engine: ``"local"``, ``"torchrun"`` (each rank calls this), or ``"ray"``.

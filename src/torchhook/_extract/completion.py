@@ -7,9 +7,9 @@ import os
 
 from torchhook._extract import claims
 from torchhook._extract.task import Task
-from torchhook._features.api import Features, Manifest, Store, open_features
+from torchhook._features.api import Features, Manifest, Store, open_features, shown
 from torchhook._recording.tables import counted
-from torchhook.errors import IncompleteStoreError, note
+from torchhook.errors import DataWarning, IncompleteStoreError, note, warn
 
 
 def finish(store: Store, task: Task, whole: Manifest, engine: str) -> Features:
@@ -21,7 +21,27 @@ def finish(store: Store, task: Task, whole: Manifest, engine: str) -> Features:
     if engine == "torchrun":
         # Nothing is left to claim; ranks that were killed have left their claims behind.
         claims.clear(store.storage)
-    return open_features(store.url)
+    features = open_features(store.url)
+    if task.forward.special is not None:
+        _warn_if_empty(features)
+    return features
+
+
+def _warn_if_empty(features: Features) -> None:
+    """Tell of columns in which no token was left: wrong ids leave out everything, and no row would say so."""
+    ragged = [spec.name for spec in features.manifest.columns if spec.ragged and not spec.text]
+    empty = [name for name in ragged if not _has_tokens(features, name)]
+    if empty and len(features):
+        warn(
+            f"{', '.join(map(repr, map(shown, empty[:3])))}: no row has a token that is neither padding nor special; "
+            "all of them are stored empty. See drop_special= and lengths=.",
+            DataWarning,
+        )
+
+
+def _has_tokens(features: Features, name: str) -> bool:
+    # Mostly the first shard tells; its header is enough.
+    return any(features[name].token_count(shard) for shard in range(features.manifest.shards or 0))
 
 
 _WHY = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -17,11 +17,12 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look
 from torchhook._extract import inputs
 from torchhook._extract.padding import PaddingOf, Said, Trial
-from torchhook._extract.token_choice import TokenChoice, token_ids, tokens_first
-from torchhook._features.api import shown
+from torchhook._extract.special_tokens import Left, TokenIds, guarded
+from torchhook._extract.token_choice import TokenChoice, tokens_first
+from torchhook._features.api import ColumnSpec, shown
 from torchhook._recording.address import Site
 from torchhook._values import tree
-from torchhook._values.heads import Where
+from torchhook._values.heads import Where, has_heads
 from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
@@ -45,13 +46,16 @@ class Forward:
         input_fn: Callable[[Any], Any] | None = None,
         autocast: torch.dtype | bool | None = None,
         cuts: bool = False,
-        special: frozenset[int] = frozenset(),
+        special: frozenset[int] | None = None,
+        by_row: bool = False,
     ) -> None:
         self.model, self.input_fn, self.autocast = model, input_fn, autocast
         self.cuts = cuts
         """Whether who takes the values leaves padding out himself: what is known of it is then known there, too."""
         self.special = special
-        """Tokens to leave out: values come as rows of those that are left."""
+        """Tokens to leave out: transforms see those that are left, and so does who takes the values."""
+        self.by_row = by_row
+        """Whether values come as rows of the tokens that are left."""
         self.index = Index(model)
         self.targets = resolve(self.index, sites)
         self.sites = [str(target.site) for target in self.targets]
@@ -74,7 +78,8 @@ class Forward:
         around = {str(target.site): heads_at(self.index, target) for target in self.targets}
         self.checked: set[str] = set()
         """Sites whose repeated heads were seen to be alike."""
-        self.placed = {site: transforms.placed(self.transforms[site], where) for site, where in around.items()}
+        checks = guarded if self.special is not None else lambda transform: transform
+        self.placed = {site: transforms.placed(checks(self.transforms[site]), where) for site, where in around.items()}
         self.heads: dict[str, Where] = {
             site: transforms.heads_after(self.transforms[site], where) for site, where in around.items()
         }
@@ -100,6 +105,11 @@ class Forward:
         """
         self.run(self.call_of(batch), batch, device, put, stop, said, see)
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether who takes the values finds the tokens himself, also where heads come first."""
+        return self.cuts and not self.by_row
+
     def call_of(self, batch: Any) -> Inputs:
         """What the model is called with."""
         return inputs.call_of(batch, self.model, self.input_fn)
@@ -119,19 +129,18 @@ class Forward:
         known = self.padding(given, batch, said, wanted=self.cuts or any(self.transforms.values()))
         call = inputs.move(given, device)
         whole = self.cuts or bool(said)
-        put = self._with_tokens_first(put) if said else put
+        put = self._with_tokens_first(put) if said and not self.takes_tokens else put
         # One padded batch tells as much as all of them.
         trial = None
         if known and not self.padding.tried:
             own = self.padding(given, batch, None, wanted=False) if said else known
             trial = Trial(call, known, own, self.heads, whole, self._in_halves())
         inner = put if trial is None else trial.keep(put)
-        # By the ids on the host, too.
-        self._run(call, device, self._without_special(given, inner), known, stop, see)
+        self._run(call, device, *self._without_special(given, inner, known), stop, see)
         self.padding.say_unknown(known)
         if trial is not None:
             self.padding.tried = trial.run(
-                lambda one, look: self._run(one, device, self._without_special(one, look), {}, stop=True)
+                lambda one, look: self._run(one, device, *self._without_special(one, look, trial.alone), stop=True)
             )
 
     def _run(
@@ -161,26 +170,48 @@ class Forward:
     def _with_tokens_first(self, put: Put) -> Put:
         """``put``, given values of which rows can be cut: dim 1 are the tokens, also where heads come first."""
 
-        def move(site: str, value: Any) -> None:
+        def moved(site: str, value: Any) -> Any:
+            if isinstance(value, Rows):  # cut already, as rows of tokens
+                return value
+            if isinstance(value, Columns):
+                return Columns({name: moved(site, part) for name, part in value.items()})
             known = self.heads[site]
-            put(site, tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value))
+            return tree.map_tensors(lambda tensor: tokens_first(site, tensor, known, self.checked), value)
 
-        return move
+        return lambda site, value: put(site, moved(site, value))
 
-    def _without_special(self, call: Inputs, put: Put) -> Put:
-        """``put``, given the tokens of each row that are neither padding nor special, where those are left out."""
-        if not self.special:
-            return put
-        rows = next((len(ids) for ids in token_ids(call).values()), None)
-        if rows is None:
-            raise ExtractError("drop_special= needs the token ids, and the model is called with none.")
-        choice = TokenChoice(call, rows, 0, self.special, None, False, self.checked, self.padding.paths)
+    def _without_special(self, call: Inputs, put: Put, known: Mapping[str, Known]) -> tuple[Put, Mapping[str, Known]]:
+        """``put``, and what is known at each site, where special tokens are left out as padding is."""
+        if self.special is None:
+            return put, known
+        ids = TokenIds(call, self.padding.parameters)  # on the host, too
+        paths = self.padding.paths.items()
+        left = {site: Left(site, known.get(site), ids.of_site(path), self.special) for site, path in paths}
+        return self._rows_of_tokens(ids, put) if self.by_row else put, left
+
+    def _rows_of_tokens(self, ids: TokenIds, put: Put) -> Put:
+        """``put``, given the tokens of each row that are left."""
+        if ids.rows is None:
+            raise ExtractError(
+                "drop_special= needs the token ids, and the model is called with none. Leave such tokens out with "
+                "lengths= (a mask) instead."
+            )
+        choice = TokenChoice(ids.rows, 0, None, False, self.checked)
 
         def cut(site: str, value: Any) -> None:
             found = {name: choice.by_row(name, part, self.heads[site]) for name, part in parts(site, value)}
             put(site, found[site] if list(found) == [site] else Columns(found))
 
         return cut
+
+    def heads_first(self, columns: Iterable[ColumnSpec]) -> list[str]:
+        """The columns whose rows are ``(heads, T, D)``: who reads them could take them for maps."""
+        found = []
+        for spec in columns:
+            where = self.heads.get(spec.name) or self.heads.get(spec.name.rpartition("[")[0])
+            if where is not None and not spec.ragged and len(spec.shape) == 3 and has_heads((1, *spec.shape), where()):
+                found.append(spec.name)
+        return found
 
     def _in_halves(self) -> bool:
         """Whether numbers are rounded so much that those of two batches may differ."""

@@ -29,8 +29,8 @@ from torchhook._extract.inputs import Part
 from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source
+from torchhook._extract.special_tokens import Drop, special_ids, without
 from torchhook._extract.task import Task
-from torchhook._extract.token_choice import Drop, special_ids, without
 from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
 from torchhook.errors import DataWarning, ExtractError, require, warn
@@ -207,8 +207,9 @@ def _forward(request: Request) -> Forward:
         input_fn=request.input_fn,
         autocast=request.autocast,
         # Who leaves special tokens out leaves padding out, too.
-        cuts=bool(special) and request.lengths is not False,
+        cuts=special is not None and request.lengths is not False,
         special=special,
+        by_row=special is not None,
     )
 
 
@@ -317,6 +318,7 @@ def _manifest(
             "begun": int(time.time()),
             "versions": versions(),
             "tensors": tensors,
+            "heads_first": forward.heads_first(measured.columns),
             **sources.told(source, request.labels is None),
         },
     )

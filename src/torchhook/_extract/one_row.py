@@ -42,7 +42,7 @@ def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.de
 
     def look(site: str, value: Any) -> None:
         try:
-            site_columns(site, value, 1, said, None)
+            site_columns(site, value, 1, None if forward.takes_tokens else said, None)
         except ExtractError as error:
             raise ExtractError(f"tried with one row, since time and batch are equally long: {error}") from error
 

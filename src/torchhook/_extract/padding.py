@@ -122,8 +122,7 @@ class Trial:
         if self.mask is None or not self.values:
             return False
         alone: dict[str, list[Tensor]] = {}
-        assert self.kept is not None
-        left = self.kept[self.row][self.mask[self.row]]
+        left = self._left()
 
         def put(site: str, value: Any) -> None:
             alone[site] = _tensors(value, 1, left, 0, self.heads[site])
@@ -139,6 +138,18 @@ class Trial:
                     self._say(site, one, other)
                     return True
         return True
+
+    def _left(self) -> Tensor:
+        """Which positions of the row are taken, when it is alone and unpadded."""
+        assert self.kept is not None
+        assert self.mask is not None
+        return self.kept[self.row][self.mask[self.row]]
+
+    @property
+    def alone(self) -> dict[str, Asked]:
+        """What is known of the row alone: it has no padding, but who leaves out more leaves that out here, too."""
+        left = self._left()
+        return {} if bool(left.all()) else {site: Asked(Masks((("lengths=", left[None]),))) for site in self.known}
 
     def _say(self, site: str, one: Tensor, other: Tensor) -> None:
         most, largest = float((one - other).abs().max()), float(other.abs().max())

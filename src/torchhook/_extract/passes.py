@@ -18,7 +18,8 @@ from torchhook._extract.forward import Forward, Transforms, parts
 from torchhook._extract.image_folder import opened
 from torchhook._extract.inputs import Part
 from torchhook._extract.one_row import Square, try_one_row
-from torchhook._extract.token_choice import Drop, TokenChoice, special_ids
+from torchhook._extract.special_tokens import Drop, special_ids
+from torchhook._extract.token_choice import TokenChoice
 from torchhook._features.api import shown
 from torchhook._values.running import Block
 from torchhook.errors import ExtractError, hint
@@ -47,14 +48,19 @@ class Passes:
         maps: bool = False,
     ) -> None:
         self._forward = Forward(
-            model, sites, transform=transform, input_fn=input_fn, autocast=autocast, cuts=lengths is not False
+            model,
+            sites,
+            transform=transform,
+            input_fn=input_fn,
+            autocast=autocast,
+            cuts=lengths is not False,
+            special=special_ids(model, drop_special),
         )
         self.model: nn.Module = model
         self.data: Any = opened(data, model)
         self.batch_size: int | None = batch_size
         self.lengths: Part = lengths
         self.workers: int | None = workers
-        self.special: frozenset[int] = special_ids(model, drop_special)
         self.channel: int | None = channel
         self.maps: bool = maps
         self._checked = self._used_up = False
@@ -116,17 +122,7 @@ class Passes:
     ) -> None:
         call = self._forward.call_of(batch.value)
         said = self.extras.padding(batch.value, batch.start, batch.good)
-        forward = self._forward
-        choice = TokenChoice(
-            call,
-            batch.span,
-            batch.start,
-            self.special,
-            self.channel,
-            self.maps,
-            forward.checked,
-            forward.padding.paths,
-        )
+        choice = TokenChoice(batch.span, batch.start, self.channel, self.maps, self._forward.checked)
         calls: Counter[str] = Counter()
         heads = self._forward.heads
 

@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchhook._extract.row_numbers import check_number_of_rows
+from torchhook._extract.special_tokens import Left
 from torchhook._features.api import shown
-from torchhook._values import padding, tree
+from torchhook._values import padding
 from torchhook._values.heads import KnownHeads, NoPart, Where, has_heads, token_dim, unknown, with_one_token
 from torchhook._values.parts import once_each
 from torchhook._values.running import Block
-from torchhook._values.tree import Inputs
 from torchhook.errors import ExtractError, TransformError
 from torchhook.transforms import Rows
-
-Drop = bool | Collection[int]
-"""Special tokens to leave out: ``True`` for those that the model's configuration names, or their ids."""
-
-_NAMES = ("bos", "eos", "pad", "cls", "sep", "mask", "decoder_start")
-
-
-def special_ids(model: nn.Module, drop: Drop) -> frozenset[int]:
-    """The ids of tokens that are left out."""
-    if drop is False:
-        return frozenset()
-    if drop is not True:
-        return frozenset(int(number) for number in drop)
-    named = {name: _named_ids(model, name) for name in _NAMES}
-    # BERT's configuration knows its padding alone: then the special tokens would stay in, and nobody would know.
-    if not any(ids for name, ids in named.items() if name != "pad"):
-        raise ExtractError(
-            "drop_special=True: the model's configuration names no special tokens but padding. Give their ids: "
-            "drop_special=tokenizer.all_special_ids."
-        )
-    return frozenset().union(*named.values())
-
-
-def _named_ids(model: nn.Module, name: str) -> frozenset[int]:
-    configs = (getattr(model, "config", None), getattr(model, "generation_config", None))
-    told = [getattr(config, f"{name}_token_id", None) for config in configs]
-    flat = [one for ids in told for one in (ids if isinstance(ids, (list, tuple)) else [ids])]
-    return frozenset(int(one) for one in flat if one is not None)
-
-
-def without(special: frozenset[int]) -> str:
-    """Which tokens are left out, for the manifest of a store: nothing, where none are.
-
-    >>> without(frozenset([2, 1]))
-    ', without the tokens [1, 2]'
-    """
-    return f", without the tokens {sorted(special)}" if special else ""
 
 
 class TokenChoice:
@@ -61,26 +23,15 @@ class TokenChoice:
 
     ``maps`` says that values may be maps ``(N, C, H, W)``, whose tokens are pixels; ``channel`` is the dim of a row
     that holds the numbers of a token, where that is not the last, or the first of a map. ``checked`` are the sites
-    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU. ``paths``
-    are those of the modules that sites are at, which a standard name does not show.
+    whose repeated heads were seen to be alike: in one batch, for to look makes the host wait for a GPU.
+
+    What is padding, and what is special, is known in the hook (``padding.known``); positions are counted among the
+    tokens that are left.
     """
 
-    def __init__(
-        self,
-        call: Inputs,
-        rows: int,
-        start: int,
-        special: frozenset[int],
-        channel: int | None,
-        maps: bool,
-        checked: set[str] | None = None,
-        paths: Mapping[str, str] | None = None,
-    ) -> None:
-        self.paths = paths or {}
+    def __init__(self, rows: int, start: int, channel: int | None, maps: bool, checked: set[str] | None = None) -> None:
         self.checked = set() if checked is None else checked
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
-        self.special = torch.tensor(sorted(special)) if special else None
-        self.ids = token_ids(call) if special else {}
 
     def __call__(self, name: str, value: Tensor | Rows, heads: Where = unknown) -> Block:
         """The tokens of a value, a view of it where all are taken, with their rows in the data and positions.
@@ -98,14 +49,13 @@ class TokenChoice:
             mask = self._mask(value, width)
         except TransformError as error:
             raise ExtractError(f"{shown(name)!r}: {error} With lengths=False, all positions are taken.") from error
-        wanted = self._wanted(name, value, width, mask)
         times = len(tokens) // (self.rows * width) if width else 1  # several of one position: its heads
         positions = torch.arange(width).expand(self.rows, -1) if mask is None else mask.cumsum(1) - 1
         rows = torch.arange(self.start, self.start + self.rows)[:, None].expand(-1, width)
-        if wanted is None:
+        if mask is None:
             return Block(tokens, *(part.reshape(-1).repeat_interleave(times) for part in (rows, positions)))
         # Counted on the host: indexing by a mask would make it wait until the GPU has counted.
-        places = wanted.repeat_interleave(times, 1).reshape(-1).nonzero().squeeze(1)
+        places = mask.repeat_interleave(times, 1).reshape(-1).nonzero().squeeze(1)
         chosen = tokens.index_select(0, places.to(tokens.device, non_blocking=True))
         return Block(chosen, *(part.repeat_interleave(times, 1).reshape(-1)[places] for part in (rows, positions)))
 
@@ -113,7 +63,8 @@ class TokenChoice:
         """The tokens of each row, where a value has any; what is made of all tokens of a row stays as it is."""
         if isinstance(value, Rows):
             self._of_rows(name, value)  # which says what is missing
-        if not isinstance(value, Tensor) or value.is_nested or value.dim() < 3:
+        # A transform that was told of the tokens has left some out already: then nothing is known any more.
+        if not isinstance(value, Tensor) or value.is_nested or value.dim() < 3 or padding.known() is None:
             return value
         if with_one_token(value, heads())[0] is not value:
             return value
@@ -124,13 +75,12 @@ class TokenChoice:
             mask = self._mask(first, first.shape[1])
         except TransformError as error:
             raise ExtractError(f"{shown(name)!r}: {error} With lengths=False, all positions are taken.") from error
-        wanted = self._wanted(name, first, first.shape[1], mask)
-        if wanted is None:
+        if mask is None:
             return Rows(first.unbind())
         # Counted on the host, as above.
-        places = wanted.reshape(-1).nonzero().squeeze(1)
+        places = mask.reshape(-1).nonzero().squeeze(1)
         chosen = first.flatten(0, 1).index_select(0, places.to(first.device, non_blocking=True))
-        return Rows(chosen.split(wanted.sum(1).tolist()))
+        return Rows(chosen.split(mask.sum(1).tolist()))
 
     def _unfolded(self, value: Tensor, heads: Where) -> Tensor:
         """``(N, heads, T, D)``, where a product has made one dim of rows and heads."""
@@ -177,43 +127,19 @@ class TokenChoice:
         return 1 if is_map else value.dim() - 1
 
     def _mask(self, value: Tensor, width: int) -> Tensor | None:
+        """Which positions are taken, ``(rows, width)``; ``None`` for all."""
         known = padding.known()
         if known is None or value.dim() < 2 or (value.dim() == 2 and width == 1):
             return None
-        return known.at(self.rows, width)
-
-    def _wanted(self, name: str, value: Tensor, width: int, mask: Tensor | None) -> Tensor | None:
-        """Which positions are taken, ``(rows, width)``; ``None`` for all."""
-        if self.special is None or (width == 1 and not self._is_one_token(name, value)):
-            return mask
-        ids = self._ids_of(name, width)
-        plain = ~torch.isin(ids, self.special)
-        return plain if mask is None else plain & mask
-
-    def _is_one_token(self, name: str, value: Tensor) -> bool:
-        """Whether rows are of one token; else one value for each was made of all tokens, and none can be left out."""
-        ids = self._named(name)
-        return value.dim() > 2 and ids is not None and ids.shape[1] == 1
-
-    def _ids_of(self, name: str, width: int) -> Tensor:
-        chosen = self._named(name)
-        if chosen is None or chosen.shape != (self.rows, width):
-            found = "none" if chosen is None else f"of shape {tuple(chosen.shape)}"
-            raise ExtractError(
-                f"{shown(name)!r}: drop_special= needs the token ids of {self.rows} rows of {width} positions, found "
-                f"{found} in what the model is called with. Leave such tokens out with lengths= (a mask) instead."
-            )
-        return chosen
-
-    def _named(self, name: str) -> Tensor | None:
-        path = self.paths.get(name) or self.paths.get(name.rpartition("[")[0], name)
-        of_decoder = "decoder" in path.split(".") and "decoder_input_ids" in self.ids
-        own = "decoder_input_ids" if of_decoder else "input_ids"
-        return self.ids.get(own, next(iter(self.ids.values()), None))
+        if not isinstance(known, Left):
+            return known.at(self.rows, width)
+        # One value for each row was made of all tokens, and none can be left out.
+        made_of_all = width == 1 and not known.fits(self.rows, 1)
+        return None if made_of_all else known.kept(self.rows, width)
 
     def _of_rows(self, name: str, value: Rows) -> Block:
         check_number_of_rows(name, value, self.rows)
-        if self.special is not None:
+        if isinstance(padding.known(), Left):
             raise ExtractError(f"{shown(name)!r}: rows of the transform's own making have no token ids to drop by.")
         rows = [row[:, None] if row.dim() == 1 else row.reshape(-1, row.shape[-1]) for row in value]
         lengths = torch.tensor([len(row) for row in rows])
@@ -251,20 +177,3 @@ def _no_tokens(name: str, value: Tensor, why: str = ".") -> ExtractError:
         "lambda v: v.transpose(1, 2).flatten(2); of tokens before heads, lambda v: v.flatten(2). Of several tensors, "
         "transforms.pick chooses one."
     )
-
-
-def token_ids(call: Inputs) -> dict[str, Tensor]:
-    """The token ids that a model is called with, by their names; without such a name, the first that may be ids."""
-    named = [call.kwargs, *(part for part in call.args if isinstance(part, Mapping))]
-    found = {name: part[name] for part in named for name in _IDS if _may_be_ids(part.get(name))}
-    if not found:
-        first = next((tensor for tensor in tree.tensors(call) if _may_be_ids(tensor)), None)
-        found = {} if first is None else {_IDS[0]: first}
-    return {name: tensor.detach().cpu() for name, tensor in found.items()}
-
-
-_IDS = ("input_ids", "decoder_input_ids")
-
-
-def _may_be_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_nested

@@ -6,6 +6,7 @@ from torchhook._features.features import Features, open_features
 from torchhook._features.index import Contents, Entry, Page
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec, Manifest, shown, versions
 from torchhook._features.manifest import NAME as STORE
+from torchhook._features.statistics import check_options
 from torchhook._features.storage import Folder, Storage, absolute
 from torchhook._features.store import Store
 from torchhook._features.tokens import TokenLoader, Tokens
@@ -31,6 +32,7 @@ __all__ = [
     "Tokens",
     "absolute",
     "aligned_empty",
+    "check_options",
     "open_features",
     "shown",
     "verify",

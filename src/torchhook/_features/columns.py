@@ -214,13 +214,19 @@ class Column:
     # -- tokens --------------------------------------------------------------------------------------
 
     @property
+    def heads_first(self) -> bool:
+        """Whether rows are ``(heads, T, D)``, as the run that made them has seen; maps look the same."""
+        return self.name in self._features.manifest.about.get("heads_first", ())
+
+    @property
     def token_shape(self) -> tuple[int, ...]:
         """What one token of a row is: a row itself, if it has no positions."""
         if self.spec.text or (len(self.spec.shape) > 2 and not self.spec.ragged):
             found = "texts" if self.spec.text else f"rows of shape {self.spec.shape}"
             raise TypeError(
-                f"{self.name!r}: {found} are no tokens; rows (T, D), (D,), or of different lengths are. A transform "
-                "of extract can make such rows."
+                f"{self.name!r}: {found} are no tokens; rows (T, D), (D,), or of different lengths are. Of heads "
+                "before tokens, (heads, T, D), extract makes such rows with lengths= (lengths or a mask); else a "
+                "transform can."
             )
         return self.spec.shape if self.spec.ragged else self.spec.shape[-1:]
 

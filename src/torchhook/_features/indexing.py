@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WANTED = "rows are chosen by number, slice, list or mask"
+_WANTED = "are chosen by number, slice, list or mask"
 
 
 class Chosen(NamedTuple):
@@ -61,16 +61,16 @@ def _plain(part: Any, name: str) -> Any:
         try:
             return operator.index(part)
         except TypeError:
-            raise TypeError(f"{name!r}: {_WANTED}, found {type(part).__name__}.") from None
+            raise TypeError(f"{name!r}: rows {_WANTED}, found {type(part).__name__}.") from None
     if part.is_floating_point() or part.is_complex():
-        raise TypeError(f"{name!r}: {_WANTED}, found {part.dtype}.")
+        raise TypeError(f"{name!r}: rows {_WANTED}, found {part.dtype}.")
     return part if part.dim() else part.item()
 
 
 def _tensor(part: Any, name: str) -> Tensor:
     found = np.asarray(part)
     if found.dtype.kind not in "biu" and found.size:
-        raise TypeError(f"{name!r}: {_WANTED}, found {found.dtype} {found.shape}.")
+        raise TypeError(f"{name!r}: rows {_WANTED}, found {found.dtype} {found.shape}.")
     if found.dtype == np.uint64:  # beyond int64 is beyond every row: it stays so, and is refused as that
         found = np.minimum(found, np.uint64(2**63 - 1))
     return torch.as_tensor(found if found.dtype == bool else found.astype(np.int64))
@@ -106,38 +106,38 @@ def _places(part: Tensor, shape: Sequence[int], name: str) -> tuple[Tensor, ...]
     return part.nonzero(as_tuple=True)
 
 
-def single(key: Any, rows: int, name: str) -> int:
-    """The row that a number stands for, and nothing that could be rounded to one."""
+def single(key: Any, rows: int, name: str, what: str = "row") -> int:
+    """The row that a number stands for, and nothing that could be rounded to one; ``what`` is the word for it."""
     kind = getattr(key, "dtype", type(key).__name__)
     if kind in ("bool", torch.bool) or not hasattr(key, "__index__"):
-        raise TypeError(f"{name!r}: {_WANTED}, found {kind}.")
+        raise TypeError(f"{name!r}: {what}s {_WANTED}, found {kind}.")
     try:
-        return number(operator.index(key), rows, name)
+        return number(operator.index(key), rows, name, what)
     except TypeError:  # a tensor of another kind
-        raise TypeError(f"{name!r}: {_WANTED}, found {kind}.") from None
+        raise TypeError(f"{name!r}: {what}s {_WANTED}, found {kind}.") from None
 
 
-def number(row: int, rows: int, name: str) -> int:
+def number(row: int, rows: int, name: str, what: str = "row") -> int:
     """A row by its number, of so many; negative ones count from the end."""
     if not -rows <= row < rows:
-        raise IndexError(f"{name!r}: row {row} of {rows}.")
+        raise IndexError(f"{name!r}: {what} {row} of {rows}.")
     return row % rows
 
 
-def numbers(key: Any, rows: int, name: str) -> list[int]:
+def numbers(key: Any, rows: int, name: str, what: str = "row") -> list[int]:
     """The row numbers that a list of them or a mask stands for, of so many rows."""
     found = np.asarray(key.detach().cpu() if isinstance(key, Tensor) else key)
     if found.dtype == bool:
         if found.shape != (rows,):
-            raise IndexError(f"{name!r}: a mask of shape {found.shape} for {rows} rows.")
+            raise IndexError(f"{name!r}: a mask of shape {found.shape} for {rows} {what}s.")
         found = found.nonzero()[0]
     if found.size == 0:
         return []
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise TypeError(f"{name!r}: {_WANTED}, found {found.dtype} {found.shape}.")
+        raise TypeError(f"{name!r}: {what}s {_WANTED}, found {found.dtype} {found.shape}.")
     beyond = found[(found < -rows) | (found >= rows)]
     if beyond.size:
-        raise IndexError(f"{name!r}: row {beyond[0]} of {rows}.")
+        raise IndexError(f"{name!r}: {what} {beyond[0]} of {rows}.")
     # Signed first: numpy makes floats of unsigned and negative numbers together.
     signed = found.astype(np.int64)
     listed: list[int] = np.where(signed < 0, signed + rows, signed).tolist()

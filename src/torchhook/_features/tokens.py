@@ -125,8 +125,8 @@ class Tokens(Dataset[Any]):
         if isinstance(index, slice):
             return False, np.arange(*index.indices(len(self)))
         if isinstance(index, range) or np.ndim(index):
-            return False, np.asarray(numbers(index, len(self), name), dtype=np.int64)
-        return True, np.array([single(index, len(self), name)])
+            return False, np.asarray(numbers(index, len(self), name, "token"), dtype=np.int64)
+        return True, np.array([single(index, len(self), name, "token")])
 
     def _by_shard(self, places: np.ndarray[Any, Any]) -> tuple[list[tuple[int, Tensor]], Tensor]:
         """The tokens of each shard in ascending order, and where each belongs in what is returned."""
