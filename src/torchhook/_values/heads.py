@@ -219,7 +219,7 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
 
     >>> known = KnownHeads("attn", queries=4, keys=2, dims=(8,), joined=True)
     >>> head_axis((1, 5, 32), known), head_axis((1, 5, 16), known).heads, head_axis((1, 4, 5, 8), known).dim
-    (HeadAxis(dim=2, heads=4, groups=1, joined=True), 2, 1)
+    (HeadAxis(dim=2, heads=4, groups=1, joined=True, copies=1), 2, 1)
     """
     if not known.counts:
         raise NoPart(f"where the heads are cannot be told: {known}.", _NAME_IT)
