@@ -183,7 +183,14 @@ def run(
         args: What it is called with.
         capture: What to record, by any selector.
         edit: Edits by selector, as ``th.edit`` takes them.
-        before_edits, exclude, port, keep, device, dtype, transform, stop: As in ``th.capture``.
+        before_edits: As in ``th.capture``.
+        exclude: As in ``th.capture``.
+        port: As in ``th.capture``.
+        keep: As in ``th.capture``.
+        device: As in ``th.capture``.
+        dtype: As in ``th.capture``.
+        transform: As in ``th.capture``.
+        stop: As in ``th.capture``.
         kwargs: Keyword arguments of the model whose names are taken here.
         model_kwargs: All its others.
     """

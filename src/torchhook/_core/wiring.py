@@ -166,7 +166,7 @@ class Taps:
             return False
         taps = [tap for _, tap in self._outputs.values()]
         plain = all(type(tap) is RecordTap and not (tap.edits or tap.looks or tap.aliases) for tap in taps)
-        return plain and len(taps) == len(self.targets)
+        return plain and len(taps) == len(self.targets) and not self._asked_for_mode()
 
     def renewed(self, scope: Scope, seen_from: Scope | None, recording: Recording) -> Taps:
         """The same, where they ``only_record``, for a new recording."""
@@ -241,10 +241,14 @@ class Taps:
         if self._gradients:
             root = self._output_tap(self.index.root, "")
             root.add_alias(self.aliases.settle_after)
-        for site, (_, tap) in self.targets.items():
-            if site.role and (ask := naming.eval_only(self.index, site)) is not None:
-                tap.add_look(_asking(ask), first=True)
+        for tap, ask in self._asked_for_mode():
+            tap.add_look(_asking(ask), first=True)
         self._is_complete = True
+
+    def _asked_for_mode(self) -> list[tuple[Tap, Callable[[], None]]]:
+        """The taps of names that hold in eval mode only, each with what asks for it when a value passes."""
+        found = [(tap, naming.eval_only(self.index, site)) for site, (_, tap) in self.targets.items() if site.role]
+        return [(tap, ask) for tap, ask in found if ask is not None]
 
     def forget(self) -> None:
         """Begin to count anew."""
