@@ -117,7 +117,9 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str:
 def private_paths(tree: ast.AST) -> set[str]:
     """The private paths into torch that a file has: imports, attributes, and strings that spell one."""
     names, nodes = bound(tree), list(ast.walk(tree))
-    spelled = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings: nobody acts by them
+    strings = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in prose]
+    spelled = [node.value for node in strings if isinstance(node.value, str)]
     spelled = [path for text in spelled for path in re.findall(r"\btorch(?:\.\w+)+", text)]  # also in what is said
     paths = {*imported(tree), *(dotted(node, names) for node in nodes), *spelled}
     inside = {path for path in paths if re.fullmatch(r"torch(\.\w+)+", path) and any(map(private, path.split(".")))}

@@ -21,6 +21,7 @@ from tests.sources import branches, comments_and_code, private_attributes, priva
         ("import torch\ntorch.__version__; torch.nn.Module.__call__", set()),
         ("from mine import torch\ntorch._private", set()),
         ('"""Prose about torch._lazy_clone."""', set()),
+        ('warn("set torch._dynamo.config.x")', {"torch._dynamo.config.x"}),
     ],
 )
 def test_paths_into_torch_are_found_however_they_are_written(source: str, found: set[str]) -> None:
