@@ -44,7 +44,7 @@ docs: $(READY) ## the site, into site/: every example runs, and a warning is an 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # torch goes first and pinned: unpinned, some other package would choose a build, and with it gigabytes of CUDA.
 $(VENV)/torch: constraints.txt

@@ -15,7 +15,7 @@ from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._recording.tables import count
 from torchhook._values import tree
-from torchhook.errors import SelectorError, suggestion
+from torchhook.errors import ArgumentError, SelectorError, suggestion
 from torchhook.transforms import Transform
 
 CustomHook = Callable[[nn.Module, Any, Any], Any]
@@ -39,11 +39,11 @@ class HookManager:
 
     def __init__(self, model: nn.Module, max_size: int = -1) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
+            raise ArgumentError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
         if not isinstance(max_size, int) or isinstance(max_size, bool):  # True would keep one, and hardly means to
-            raise TypeError(f"'max_size' must be an integer, found {max_size!r}.")
+            raise ArgumentError(f"'max_size' must be an integer, found {max_size!r}.")
         if max_size < -1:
-            raise ValueError(f"'max_size' must be -1 (keep everything) or more, found {max_size}.")
+            raise ArgumentError(f"'max_size' must be -1 (keep everything) or more, found {max_size}.")
         self.model = model
         self.max_size = max_size
         self._sessions: dict[str, tuple[Session, Site]] = {}
@@ -68,16 +68,16 @@ class HookManager:
         them where a selector chose several layers.
         """
         if custom_hook is not None and not callable(custom_hook):
-            raise TypeError(f"'custom_hook' must be callable, found {type(custom_hook).__name__}.")
+            raise ArgumentError(f"'custom_hook' must be callable, found {type(custom_hook).__name__}.")
         if output_transform is not None and not callable(output_transform):
-            raise TypeError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
+            raise ArgumentError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
         chosen = self._choose(layer_name, layer)
         ports = ["input"] * inputs + ["grad"] * grad  # beside the output, whose key stays what it was
         chosen += [(f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen]
         # All keys before any hook: an error must not leave half of a selector's layers hooked.
         for key, _ in chosen:
             if key in self._sessions:
-                raise ValueError(f"there is a hook with key {key!r} already; remove it first, or choose another name.")
+                raise ArgumentError(f"there is a hook with key {key!r} already: remove it, or choose another name.")
         handles = []
         for key, target in chosen:
             session = self._session(target, custom_hook, output_transform)
@@ -98,15 +98,15 @@ class HookManager:
     def _choose(self, layer_name: Selector | None, layer: nn.Module | None) -> list[tuple[str, Target]]:
         if layer is None:
             if layer_name is None:
-                raise ValueError("give 'layer_name' or 'layer': there is nothing to hook.")
+                raise ArgumentError("give 'layer_name' or 'layer': there is nothing to hook.")
             return [(str(target.site), target) for target in resolve(self.model, layer_name)]
         if not isinstance(layer, nn.Module):
-            raise TypeError(f"'layer' must be a torch.nn.Module, found {type(layer).__name__}.")
+            raise ArgumentError(f"'layer' must be a torch.nn.Module, found {type(layer).__name__}.")
         if layer_name is None:
             kind = type(layer).__name__
             layer_name = next(key for n in count_up() if (key := f"{kind}_{n}") not in self._sessions)
         if not isinstance(layer_name, str):
-            raise TypeError(f"'layer_name' must be a string beside 'layer', found {type(layer_name).__name__}.")
+            raise ArgumentError(f"'layer_name' must be a string beside 'layer', found {type(layer_name).__name__}.")
         return [(layer_name, Target(Site(""), layer))]
 
     def _session(self, target: Target, custom: CustomHook | None, transform: Transform | None) -> Session:
@@ -157,7 +157,7 @@ class HookManager:
 
     def _find(self, key: str) -> tuple[Session, Site]:
         if not isinstance(key, str):
-            raise TypeError(f"'key' must be a string, found {type(key).__name__}.")
+            raise ArgumentError(f"'key' must be a string, found {type(key).__name__}.")
         if key not in self._sessions:
             raise SelectorError(f"no hook with key {key!r}. {suggestion(key, self._sessions)}".rstrip())
         return self._sessions[key]

@@ -7,6 +7,7 @@ from torch import nn
 from torchhook._core.index import Index
 from torchhook._layers.api import numel
 from torchhook._recording.tables import count
+from torchhook.errors import ArgumentError
 
 _RULE = "-" * 80
 
@@ -14,7 +15,7 @@ _RULE = "-" * 80
 def count_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """The number of parameters, tied weights counted once."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
+        raise ArgumentError(f"'model' must be a torch.nn.Module, found {type(model).__name__}.")
     return sum(numel(p) for p in model.parameters() if p.requires_grad or not trainable_only)
 
 

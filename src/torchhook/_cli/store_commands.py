@@ -24,7 +24,7 @@ features = typer.Typer(
 
 # By name, not by getattr(torch, ...): only types that features make sense in are offered.
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_POOLS: dict[str, Any] = {"mean": "mean", "max": "max", "sum": "sum"}
+_POOLS = ("mean", "max", "sum")
 
 
 def extract(

@@ -94,7 +94,7 @@ class Segments:
             raise SessionError(
                 f"a module that ran {ran} times is recomputed in the backward pass, and torch {torch.__version__} does "
                 "not let TorchHook see which call it is. Edit or watch it without activation checkpointing, or use a "
-                "version of torch that the README names."
+                "version of torch that docs/compatibility.md names."
             )
         return max(ran - 1 - position, 0)
 

@@ -358,16 +358,15 @@ class Session(Shown):
         if self.reports and not (is_as_it_was and self._taps.all_ran()):
             if known is not None and known.note_idle(self.recording, self._taps, self._warn):
                 return
-            self._report(error)
+            self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording)
 
-    def _report(self, error: BaseException | None) -> None:
+    def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        is_as_it_was = not self._followed and self.index.is_as_it_was()
         ran = self._taps.any_ran
         for site, (target, tap) in self._taps.targets.items():
             forward = self._taps.passing(site, tap)

@@ -15,24 +15,19 @@ from torchhook._values.subclasses import local
 _FEW = 64  # with fewer weights, that all stay within a bound is no sign
 
 
-def untrained(index: Index) -> str:
-    """A sentence for a model whose weights look random, nothing for any other.
+def untrained(index: Index) -> bool:
+    """Whether the weights of a model look random, wherever that can be told.
 
-    >>> untrained(Index(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))).partition(":")[0]
-    'Random weights'
+    >>> untrained(Index(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))))
+    True
     """
     told = False
     for module in index.distinct.values():
         made = _as_made(module)
         if made is False:
-            return ""  # and no other weight is looked at
+            return False  # and no other weight is looked at
         told = told or made is True
-    if not told:
-        return ""
-    return (
-        "Random weights: wherever it can be told, they are still those that the layers were made with. "
-        "The page shows how the model is built, not what a trained one does."
-    )
+    return told
 
 
 def _as_made(module: nn.Module) -> bool | None:

@@ -34,6 +34,10 @@ from torchhook._version import __version__
 from torchhook.errors import NoAttentionError, TorchHookError
 
 _LONG = 1024
+_UNTRAINED = (
+    "Random weights: wherever it can be told, they are still those that the layers were made with. "
+    "The page shows how the model is built, not what a trained one does."
+)
 
 
 def collect(
@@ -73,7 +77,7 @@ def collect(
     view = View(len(layers), shown.image_tensor(given) is not None)
     view.reads = shown.reads(given)
     notes: list[str] = []
-    banner = untrained(index)
+    banner = _UNTRAINED if untrained(index) else ""
     if gradients and any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
         gradients = False
         notes.append("No gradients: the model was made in inference mode, where autograd cannot follow.")
@@ -84,7 +88,7 @@ def collect(
         again()
         output, found, sums = observe(model, index, given, target, gradients, layers, numbers_of, view, notes)
         again()
-        labels = _class_names(index.modules[""], output, banner, notes) if labels is None else labels
+        labels = _class_names(index.modules[""], output, bool(banner), notes) if labels is None else labels
         if attention:
             _attention(model, given, index, layers, numbers_of, view, notes)
         again()
@@ -124,7 +128,7 @@ def collect(
     )
 
 
-def _class_names(model: nn.Module, output: Any, untrained: str, notes: list[str]) -> Labels | None:
+def _class_names(model: nn.Module, output: Any, untrained: bool, notes: list[str]) -> Labels | None:
     """What the classes are called, as far as that is known; the classes of random weights mean nothing."""
     found = known_labels(model)
     if found is None and not untrained:

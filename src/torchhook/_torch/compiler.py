@@ -103,7 +103,7 @@ def after_compiled_call(module: nn.Module, change: Callable[[Any], Any]) -> None
     if compiled is None:
         raise TorchVersionError(
             f"torch {torch.__version__} has no Module.{COMPILED_CALL}, which TorchHook needs to copy features out of "
-            "CUDA graphs. Compile without them, or use a version of torch that the README names."
+            "CUDA graphs. Compile without them, or use a version of torch that docs/compatibility.md names."
         )
     setattr(module, COMPILED_CALL, lambda *args, **kwargs: change(compiled(*args, **kwargs)))
 

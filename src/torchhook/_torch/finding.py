@@ -23,7 +23,7 @@ def missing(path: str, purpose: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise TorchVersionError(
             f"torch {torch.__version__} has no {path}, which TorchHook needs {purpose}. Use a version of torch that "
-            "the README names, or a newer TorchHook."
+            "docs/compatibility.md names, or a newer TorchHook."
         )
 
     return refuse

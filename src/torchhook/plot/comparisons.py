@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from torchhook._recording.differences import Diff
+from torchhook._recording.sweeps import Sweep
 from torchhook._recording.tables import counted
 from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import limits
-
-
-class Swept(Protocol):
-    """What ``th.sweep`` returns; named by its parts, since sweep.py runs models and plots do not."""
-
-    values: Tensor
-    sites: list[str]
-    positions: list[int] | None
-    over: str
-    clean: float
-    corrupted: float
-
-    @property
-    def normalized(self) -> Tensor: ...
 
 
 def _color(colors: style.Palette, status: str) -> str:
@@ -97,7 +82,7 @@ def _legend(ax: Any, statuses: set[str], exact: bool, beside: str) -> None:
 
 
 def sweep(
-    result: Swept,
+    result: Sweep,
     *,
     tokens: Sequence[str] | None = None,
     corrupted_tokens: Sequence[str] | None = None,

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from torch import Tensor
-
+from torchhook._recording.lenses import Lens
 from torchhook._recording.tables import counted
 from torchhook.plot import style
 
 
-class Seen(Protocol):
-    """What ``th.lens`` returns; named by its parts, as plots need nothing else of it."""
-
-    sites: list[str]
-    tokens: Tensor
-    probabilities: Tensor
-    name: Callable[[int], str]
-
-
 def lens(
-    result: Seen,
+    result: Lens,
     *,
     row: int = 0,
     tokens: Sequence[str] | None = None,
@@ -33,7 +23,6 @@ def lens(
     """The token on top at each site and position, colored by its probability; the last site is above.
 
     >>> import torch
-    >>> from torchhook._recording.lenses import Lens
     >>> figure = lens(Lens(["@resid_post.0", "@resid_post.1"], lambda site: torch.randn(1, 3, 9), top=1))
 
     ``row`` is the row of the batch, ``positions`` those to show (all, unless said otherwise), ``tokens`` the input's
