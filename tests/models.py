@@ -1708,3 +1708,28 @@ class Restless(nn.Module):
         if self.fails:
             raise KeyError("mine")
         return self.head(x)
+
+
+class PackedAttention(nn.Module):
+    """Grouped queries as transformers 5.23 has them: those of one token are queries of the heads of keys."""
+
+    num_heads, num_key_value_heads, head_dim = 4, 2, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.kv_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.packs = True
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """``x`` are the tokens, ``seen`` those that they attend to: a cache, and themselves."""
+        q = self.q_proj(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.kv_proj(seen).unflatten(-1, (2, 2, 8)).permute(2, 0, 3, 1, 4)
+        rows, tokens = x.shape[:2]
+        if tokens == 1 and self.packs:
+            q = q.reshape(rows, 2, 2, 8)
+        else:
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        if tokens == 1:
+            attended = attended.reshape(rows, 4, 1, 8)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

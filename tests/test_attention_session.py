@@ -100,7 +100,7 @@ def test_a_map_times_the_values_is_what_the_fused_call_gave(name: str) -> None:
 
     def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         out = kernel(query, key, value, **options)
-        calls.append((value.repeat_interleave(query.shape[1] // value.shape[1], 1), out))
+        calls.append((value, out))
         return out
 
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +112,11 @@ def test_a_map_times_the_values_is_what_the_fused_call_gave(name: str) -> None:
     found = [record.value for record in maps.records()]
     assert len(found) == len(calls) == 6
     for weights, (value, out) in zip(found, calls, strict=True):
-        torch.testing.assert_close(weights @ value, out, rtol=1e-5, atol=1e-5)
+        repeated = value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
+        # Queries of one token may have been given by the heads of their keys: the same numbers in other dims.
+        torch.testing.assert_close(
+            weights @ repeated, out.reshape(weights.shape[:3] + out.shape[3:]), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_an_encoder_and_decoder_with_relative_biases() -> None:

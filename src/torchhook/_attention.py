@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torchhook import _torch
 from torchhook._core import calling, never_ran
 from torchhook._core.functional import SiteListener
+from torchhook._core.heads import heads_at
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, Target, resolve
@@ -25,6 +26,7 @@ from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_arguments
 from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
+from torchhook._values.heads import Where, is_packed, unpacked
 from torchhook._values.wrappers import ORDINARY, is_causal_bias
 from torchhook.errors import NoAttentionError
 
@@ -125,11 +127,11 @@ class _Attending(Session):
             module = index.distinct[key]
             names += [(name, path) for name in index.names(module) if name != path]
             put = keep.recorder(recording.opened(Site(path)).append, recording.order)
-            _look(self, path, module, _looks(module, put))
+            _look(self, path, module, _looks(module, put, heads_at(index, Target(Site(path, op=_FUSED), module))))
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
 
-    def _report(self, error: BaseException | None) -> None:
+    def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Every module was looked at, and most do not attend: only if none did, there is something to say."""
         if error is None and not len(self.recording):
             why = self.not_seen() if self._taps.any_ran else never_ran.NOT_CALLED
@@ -208,8 +210,11 @@ def rollout(maps: Recording, discard: float = 0.0) -> Tensor:
 # -- from calls to maps ---------------------------------------------------------------------------
 
 
-def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
-    """What to do at each operation that attention is made with."""
+_FUSED = "scaled_dot_product_attention"
+
+
+def _looks(module: nn.Module, put: Look, heads: Where) -> dict[str, Look]:
+    """What to do at each operation that attention is made with; ``heads`` tells what is known of them."""
     # Not the call of the operation: a module may attend in several ways, and not every softmax is a map.
     calls = 0
 
@@ -220,7 +225,8 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
 
     def fused(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
-        taken(_with_heads(attention_map(*args, **kwargs)))
+        weights = attention_map(*args, **kwargs)
+        taken(unpacked(weights) if is_packed(weights.shape, heads()) else _with_heads(weights))
 
     def multi_head(value: Any, call: int) -> None:
         args, kwargs = as_arguments(value)
@@ -241,7 +247,7 @@ def _looks(module: nn.Module, put: Look) -> dict[str, Look]:
             taken(_with_heads(_heads_first(value, module)))
 
     return {
-        "scaled_dot_product_attention": _without_grad(fused),
+        _FUSED: _without_grad(fused),
         "multi_head_attention_forward": _without_grad(multi_head),
         "_native_multi_head_attention": _without_grad(native),
         "softmax": softmax,
@@ -258,7 +264,7 @@ def _notices(module: nn.Module, path: str, seen: dict[str, None]) -> dict[str, L
         if isinstance(value, Tensor) and _is_map(value, module):
             seen[path] = None
 
-    fused = ("scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention")
+    fused = (_FUSED, "multi_head_attention_forward", "_native_multi_head_attention")
     return {**dict.fromkeys(fused, notice), "softmax": softmax}
 
 

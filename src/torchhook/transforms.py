@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchhook._values import padding, parts, tree
+from torchhook._values import padding, tree
+from torchhook._values.choices import Which, choice
 from torchhook._values.elements import in_range, least
 from torchhook._values.heads import Where, has_heads, unknown
 from torchhook._values.kept_parts import Only, Placed, with_rows
 from torchhook._values.padding import Known, dim_of_tokens, padding_along, unpadded
-from torchhook._values.parts import Which
 from torchhook._values.statistics import by_row
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
@@ -286,8 +286,8 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     """
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")
-    positions = parts.choice(positions, "positions", lines=True)
-    return Only(positions=positions, rows=parts.choice(rows, "rows"), heads=parts.choice(heads, "heads"))
+    positions = choice(positions, "positions", lines=True)
+    return Only(positions=positions, rows=choice(rows, "rows"), heads=choice(heads, "heads"))
 
 
 def asks_where(transform: Any) -> bool:

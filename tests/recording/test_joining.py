@@ -52,6 +52,21 @@ def test_a_generation_on_the_wrong_dim_says_which_is_right() -> None:
     assert rec.cat("h", dim=1)[0].tolist() == rec.cat("h", dim=-1)[0].tolist() == [1, 2, 3]
 
 
+def test_packed_queries_are_joined_by_their_own_heads() -> None:
+    """A kernel may be given the queries of one token by the heads of their keys: (N, 2, 2, D) are four heads."""
+    whole = torch.randn(3, 4, 6, 8)
+    site = Site("attn", op="scaled_dot_product_attention", port="input", leaf="args.0", role="@q.0")
+    rec = Recording("Net")
+    for call, (value, passed) in enumerate(
+        [(whole[:, :, :5], at(0, 5)), (whole[:, :, 5:].reshape(3, 2, 2, 8), at(5, 1, 1))]
+    ):
+        passed.first = next(rec.order)
+        rec.passes.add(passed)
+        rec.opened(site).append((call, next(rec.order), value))
+        passed.last = next(rec.order)
+    assert torch.equal(rec.cat("@q.0", dim=2), whole)
+
+
 def test_the_last_call_that_has_a_position_has_its_value() -> None:
     rec = recording(
         (tokens(0, 1, 2, 3), at(0, 4)),

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchhook._values.choices import choice
 from torchhook._values.heads import KnownHeads
-from torchhook._values.parts import choice, part
+from torchhook._values.parts import part
 
 KNOWN = KnownHeads("attn", queries=3, keys=3, dims=(2,), op="scaled_dot_product_attention", joined=True)
 

@@ -37,6 +37,7 @@ _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate
 _INWARD = ("input", "grad_input")
 _PRODUCTS = ("matmul", "bmm")
 _TAKES_HEADS_FIRST = {"q": _PRODUCTS, "v": _PRODUCTS, "k": ("transpose", "swapaxes", "mT")}
+_FUSED_CALL = "scaled_dot_product_attention"
 _KEYS_AND_VALUES = ("args.1", "args.2", "kwargs.key", "kwargs.value")
 
 
@@ -69,8 +70,8 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     sinks = getattr(attention, "sinks", None) is not None
     keys, dims = _keys(sources, queries), _dims(sources, queries)
     op = site.op and site.op.partition("(")[0]
-    first, shared = _heads_first(site, op), _is_shared(site, op)
-    return KnownHeads(where, queries, keys, dims, sections, op, sinks, joined, fused, why_not, first, shared)
+    first, shared, asked = _heads_first(site, op), _is_shared(site, op), site.is_asked
+    return KnownHeads(where, queries, keys, dims, sections, op, sinks, joined, fused, why_not, first, shared, asked)
 
 
 def _heads_first(site: Site, op: str | None) -> bool:
@@ -82,7 +83,7 @@ def _heads_first(site: Site, op: str | None) -> bool:
 
 
 def _is_shared(site: Site, op: str | None) -> bool:
-    fused = op == "scaled_dot_product_attention" and site.leaf in _KEYS_AND_VALUES
+    fused = op == _FUSED_CALL and site.leaf in _KEYS_AND_VALUES
     return op is not None and (site.kind in ("k", "v") or fused)
 
 

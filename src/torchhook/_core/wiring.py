@@ -27,7 +27,8 @@ from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
 from torchhook._torch.hooks import Undo
 from torchhook._values.call_masks import CallPadding
-from torchhook._values.heads import RunningCall, Where
+from torchhook._values.call_sizes import RunningCall
+from torchhook._values.heads import Where
 from torchhook.errors import SelectorError, SessionError
 
 _INWARD = ("input", "grad_input")

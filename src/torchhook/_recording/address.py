@@ -129,6 +129,14 @@ class Site(str):
         words = [word for word in name.removeprefix("@").split(".") if not word.isdecimal()]
         return words[-1] if words else ""
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether these are queries that a fused kernel is given, or what it makes of them."""
+        if self.op is None:
+            return self.kind == "q"  # a name that was read from a file
+        fused = self.op.partition("(")[0] == "scaled_dot_product_attention"
+        return fused and (self.port not in ("input", "grad_input") or self.leaf in ("args.0", "kwargs.query"))
+
     def token_dim(self, shape: Sequence[int]) -> int | None:
         """Which dim of a value the tokens are, by what its name says of heads; ``None`` where that does not tell.
 

@@ -14,6 +14,7 @@ from torchhook._recording.address import Calls, Site, Which
 from torchhook._recording.steps import Pass
 from torchhook._recording.tables import counted
 from torchhook._values import tree
+from torchhook._values.heads import unpacked
 
 Joined = tuple[int, Any, Pass | None]
 """The call, its value, and the pass of a generation that it was in."""
@@ -21,6 +22,7 @@ Joined = tuple[int, Any, Pass | None]
 
 def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
     """The values of a site, which was asked for by ``key``, joined on ``dim``, leaf by leaf."""
+    rows = _with_heads(site, rows)
     if beams is not None:
         rows = _along(key, site, rows, beams)
         _refuse_other_dims(key, site, rows, dim)
@@ -150,6 +152,18 @@ def _not_here(key: str, site: Site, rows: Sequence[Joined], tensor: Tensor, at: 
 
 
 # -- which dim the tokens are ---------------------------------------------------------------------
+
+
+def _with_heads(site: Site, rows: Sequence[Joined]) -> Sequence[Joined]:
+    """Queries of one token that a kernel was given by the heads of their keys, with their own heads again."""
+    if not site.is_asked:
+        return rows
+
+    def whole(tokens: int | None, tensor: Tensor) -> Tensor:
+        return unpacked(tensor) if tokens == 1 and tensor.dim() == 4 and tensor.shape[2] > 1 else tensor
+
+    tokens = [None if passed is None else passed.tokens for _, _, passed in rows]
+    return [(c, tree.map_tensors(partial(whole, n), value), p) for n, (c, value, p) in zip(tokens, rows, strict=True)]
 
 
 def _dim_of_tokens(site: Site, rows: Sequence[Joined]) -> int | None:

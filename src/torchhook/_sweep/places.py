@@ -14,7 +14,8 @@ from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
 from torchhook._recording.tables import counted
 from torchhook._values import tree
-from torchhook._values.heads import HeadAxis, NoPart, Sizes, head_axis, refuse_other_copies
+from torchhook._values.call_sizes import Sizes
+from torchhook._values.heads import HeadAxis, NoPart, head_axis, refuse_other_copies
 from torchhook._values.parts import position_dim, unflattened
 from torchhook._values.tree import Inputs
 from torchhook.errors import EditError, SelectorError, suggestion

@@ -8,15 +8,13 @@ do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from torchhook._torch import compiler, graph_task
-from torchhook._values import tree
-from torchhook._values.tree import Inputs
+from torchhook._torch import compiler
+from torchhook._values.call_sizes import Sizes
 from torchhook._values.value_object import same
 from torchhook._values.wrappers import is_fake
 
@@ -30,95 +28,6 @@ class NoPart(ValueError):
     def __init__(self, why: str, way: str = "") -> None:
         super().__init__(f"{why} {way}" if way else why)
         self.why, self.way = why, way
-
-
-class Sizes(NamedTuple):
-    """How many rows and tokens a model is called with."""
-
-    rows: int
-    tokens: frozenset[int]
-    """How many tokens a row may have: those of an encoder and those of a decoder differ."""
-    one: bool = False
-    """Whether each row is one token, as while a model generates: then its value is the token's."""
-    images: frozenset[int] = frozenset()
-    """How many images come with the tokens, which are rows too."""
-
-    @classmethod
-    def of(cls, call: Any) -> Sizes | None:
-        """Those of a call, which is one argument or ``Inputs``; ``None`` where it is not of tokens first of all.
-
-        >>> import torch
-        >>> Sizes.of(torch.zeros(2, 6, dtype=torch.long)), Sizes.of(torch.zeros(2, 6))
-        (Sizes(rows=2, tokens=frozenset({6}), one=False, images=frozenset()), None)
-        """
-        held = [tensor for tensor in tree.tensors(call) if not tensor.is_nested]
-        found = [tensor for tensor in held if _are_tokens(tensor)]
-        # By its name first: positions that are the same for all rows may be given before it.
-        named = {name: value for name, value in _named(call) if any(value is one for one in found)}
-        main = next((named[name] for name in _TOKENS if name in named), held[0] if held else None)
-        if main is None or not _are_tokens(main):  # edges of a graph come after its nodes
-            return None
-        tokens = frozenset(one.shape[1] for one in found if len(one) == len(main))
-        images = frozenset(len(one) for one in held if one.dim() > 3 and one.is_floating_point())
-        return cls(len(main), tokens, main.shape[1] == 1, images - {len(main)})
-
-
-_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-
-
-def _are_tokens(tensor: Tensor) -> bool:
-    """Whether a tensor is tokens by their ids ``(N, T)``, or as vectors ``(N, T, D)``."""
-    floats = tensor.is_floating_point()
-    return (tensor.dim() == 2 and not floats and not tensor.is_complex()) or (tensor.dim() == 3 and floats)
-
-
-def _named(call: Any) -> Iterator[tuple[Any, Any]]:
-    args, kwargs = (call.args, call.kwargs) if isinstance(call, Inputs) else ((call,), {})
-    for part in (kwargs, *args):
-        if isinstance(part, Mapping):
-            yield from part.items()
-
-
-class RunningCall(threading.local):
-    """The sizes of the model's call that runs now, in each thread; read when somebody asks.
-
-    Inside of it may be calls of another model, which generates for it, of other sizes.
-    """
-
-    def __init__(self) -> None:
-        self._calls: list[Any] = []
-        self._sizes: Sizes | None = None
-
-    def begin(self, value: Any) -> None:
-        """The model is called with this."""
-        self._calls = [value]
-        self._sizes = None
-
-    def end(self, *_: Any) -> None:
-        """The call is over: what passes a part of the model now belongs to no call of it, but in the backward pass."""
-        self._sizes = self._read()
-        self._calls = []
-
-    def begin_inside(self, value: Any) -> None:
-        """One that generates is called, by the model or alone."""
-        self._calls.append(value)
-        self._sizes = None
-
-    def end_inside(self, *_: Any) -> None:
-        """That call is over."""
-        sizes = self._read()
-        del self._calls[-1:]
-        self._sizes = None if self._calls else sizes
-
-    def sizes(self) -> Sizes | None:
-        """Those of the innermost call; ``None`` outside of calls."""
-        # Gradients, and what a checkpointed part computes once more, are of the last call.
-        return self._read() if self._calls or graph_task() != -1 else None
-
-    def _read(self) -> Sizes | None:
-        if self._sizes is None and self._calls:
-            self._sizes = Sizes.of(self._calls[-1])
-        return self._sizes
 
 
 class KnownHeads(NamedTuple):
@@ -148,6 +57,8 @@ class KnownHeads(NamedTuple):
     """Whether heads come before tokens in values of four dims, by what is computed of them: sizes need not tell."""
     shared: bool = False
     """Whether these are keys or values, which a kernel may be given once for each head of queries."""
+    asked: bool = False
+    """Whether these are queries that a kernel is given, or what it makes of them: see ``is_packed``."""
     reduced: bool = False
     """Whether the tokens of four dims are gone, chosen or pooled: of three that are left, dim 1 is the heads'."""
     call: Callable[[], Sizes | None] | None = None
@@ -214,6 +125,22 @@ class HeadAxis(NamedTuple):
     """How often each head comes, one after the other, in a dim of its own."""
 
 
+def is_packed(shape: Sequence[int], known: KnownHeads) -> bool:
+    """Whether the heads that share keys are there as queries of these: one token's, given to a kernel in this way.
+
+    >>> known = KnownHeads("attn", queries=4, keys=2, op="scaled_dot_product_attention", asked=True)
+    >>> is_packed((1, 2, 2, 8), known), is_packed((1, 4, 1, 8), known)
+    (True, False)
+    """
+    queries, keys = known.queries or 0, known.keys or 0
+    return known.asked and len(shape) == 4 and shape[1] == keys < queries == keys * shape[2]
+
+
+def unpacked(tensor: Tensor) -> Tensor:
+    """``(N, heads, 1, D)`` of packed queries; a view, if they lie one after the other."""
+    return tensor.flatten(1, 2).unsqueeze(2)
+
+
 def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     """Where the heads are in a value of this shape.
 
@@ -224,6 +151,7 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     if not known.counts:
         raise NoPart(f"where the heads are cannot be told: {known}.", _NAME_IT)
     if len(shape) == 4:
+        _refuse_packed(shape, known)
         return _split(shape, known)
     if not known.joined:
         raise NoPart(f"there are no heads in a value of shape {tuple(shape)} here: {known.why_not}.", _NAME_IT)
@@ -251,6 +179,15 @@ def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
             "scaled_dot_product_attention:input or softmax:input."
         )
     raise NoPart(f"the last dim of {tuple(shape)} is no number of heads times their size: {known}.", _NAME_IT)
+
+
+def _refuse_packed(shape: Sequence[int], known: KnownHeads) -> None:
+    whole = known.op == "scaled_dot_product_attention" and not (known.asked or known.shared)
+    if is_packed(shape, known._replace(asked=known.asked or whole)):
+        raise NoPart(
+            f"a value of shape {tuple(shape)} may be one token's queries, packed by the heads of their keys: {known}.",
+            "Name one value of the call, as ':input.args.0' does.",
+        )
 
 
 def _split(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
@@ -285,6 +222,7 @@ def token_dim(
     if dims == 3:
         return 1
     if dims == 4 and known.comes_first and axis is None:
+        _refuse_packed(shape, known)
         return 2
     if dims == 4 and (axis is not None or known.counts or otherwise is None):
         try:

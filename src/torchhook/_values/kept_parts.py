@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._values import padding, parts, tree
+from torchhook._values.choices import Along
 from torchhook._values.heads import KnownHeads, NoPart, Where, unknown
 from torchhook._values.padding import Known
 from torchhook._values.value_object import ValueObject
@@ -47,7 +48,7 @@ class Only(ValueObject):
 
     def _places(self, tensor: Tensor, known: KnownHeads) -> Any:
         """The positions, in each row where padding moves them to."""
-        if self.positions is None or isinstance(self.positions, parts.Along) or tensor.dim() < 3:
+        if self.positions is None or isinstance(self.positions, Along) or tensor.dim() < 3:
             return self.positions
         if padding.known() is None:
             return self.positions

@@ -1,20 +1,17 @@
-"""Parts of a value: chosen rows, positions and heads of a tensor, read and written back.
-
-A choice along one dim is an integer, a slice, a list of integers, or a boolean mask; of positions also one line for
-each row, of integers or of booleans. Dims stay: an integer chooses a part of size one.
-"""
+"""Parts of a value: chosen rows, positions and heads of a tensor, read and written back."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torchhook._values.choices import Along, Array, Which
 from torchhook._values.heads import (
     UNKNOWN,
     HeadAxis,
@@ -24,79 +21,13 @@ from torchhook._values.heads import (
     by_row,
     copy_of,
     head_axis,
+    is_packed,
     refuse_other_copies,
     rows_of_tokens,
     token_dim,
+    unpacked,
 )
-from torchhook._values.value_object import ValueObject
 from torchhook._values.wrappers import faked_like
-
-Array = np.ndarray[Any, Any]
-Which = Any
-"""A choice as users write it: ``int | slice | range | Sequence[int] | Sequence[bool] | Tensor``, or an ``Along``."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Along(ValueObject):
-    """A choice along a dim that is named, of which ``count`` equal pieces may lie side by side in it."""
-
-    room = "edits."
-    which: Any
-    dim: int
-    count: int | None = None
-
-
-# -- what is written ------------------------------------------------------------------------------------------------
-
-
-def choice(which: Which, name: str, lines: bool = False) -> Any:
-    """A choice as it is kept: an integer, a slice, a list of integers, a boolean mask, or ``lines`` of either.
-
-    >>> choice(range(3), "rows"), choice(torch.tensor([4, -1]), "rows"), choice(np.int64(2), "rows")
-    ([0, 1, 2], [4, -1], 2)
-    """
-    if which is None or isinstance(which, slice):
-        return which
-    if isinstance(which, Along):
-        return dataclasses.replace(which, which=choice(which.which, name, lines))
-    if isinstance(which, bool):
-        _refuse(which, name)
-    if name == "heads" and isinstance(which, tuple):  # may be meant as a dim and a count
-        raise TypeError(
-            f"heads={which}: a list, {list(which)}, chooses several heads; edits.along(which, dim=…, count=…) names "
-            "the dim that they are in."
-        )
-    # Not by operator.index: a tensor or an array of one element has it too, and is a list.
-    if isinstance(which, (int, np.integer)):
-        return int(which)
-    found = _as_array(which, name)
-    if found.ndim > (2 if lines else 1) or (found.ndim == 0 and found.dtype == bool):
-        _refuse(which, name, f" of {found.ndim} dims" if found.ndim else "")
-    if found.dtype == bool or found.ndim == 2:
-        return found.copy()
-    numbers: int | list[int] = found.tolist()
-    return numbers
-
-
-def _as_array(which: Any, name: str) -> Array:
-    """The integers or booleans of a choice."""
-    try:
-        found = which.detach().cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
-    except (TypeError, ValueError, RuntimeError):
-        _refuse(which, name)
-    if not found.size:
-        raise ValueError(f"{name}={which!r} chooses nothing.")
-    if found.dtype.kind not in "biu":
-        _refuse(which, name)
-    return found if found.dtype == bool else found.astype(np.int64)
-
-
-def _refuse(which: Any, name: str, what: str = "") -> NoReturn:
-    lines = ", or a line of these for each row" if name == "positions" else ""
-    raise TypeError(f"{name}={which!r}{what}: give an integer, a slice, a list of integers or a boolean mask{lines}.")
-
-
-# -- what is found --------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +40,8 @@ class Part:
     shape: tuple[int, ...]
     copies: tuple[Callable[[Tensor], Tensor], ...] = ()
     """The same for further copies of the heads, which have to stay alike."""
+    in_order: bool = False
+    """Whether dims are put together for it, which only those that lie one after the other can be."""
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor, as one of its own."""
@@ -117,7 +50,7 @@ class Part:
 
     def put(self, tensor: Tensor, new: Tensor) -> Tensor:
         """A copy of the tensor with another part; autograd follows both."""
-        result = tensor.clone()
+        result = tensor.clone(memory_format=torch.contiguous_format) if self.in_order else tensor.clone()
         for arranged in (self.arranged, *self.copies):
             arranged(result)[self.index] = new
         return result
@@ -157,10 +90,10 @@ def part(
 
     ``otherwise`` is the dim of positions where no tokens are known, as in ``token_dim``.
     """
-    if (whole := unflattened(tensor, known, rows, positions, heads)) is not tensor:
-        inner, split = part(whole, rows, positions, heads, known), whole.shape[:2]
-        first, *others = (_then(lambda one: one.unflatten(0, split), view) for view in (inner.arranged, *inner.copies))
-        return Part(first, inner.index, tuple(tensor.shape), tuple(others))
+    if (spread := _spread(tensor, known, rows, positions, heads)) is not None:
+        inner = part(spread(tensor), rows, positions, heads, known._replace(asked=False))
+        first, *others = (_then(spread, view) for view in (inner.arranged, *inner.copies))
+        return Part(first, inner.index, tuple(tensor.shape), tuple(others), spread is unpacked)
     axis = None if heads is None else _head_axis(tensor, heads, known)
     added = 0 if axis is None or not axis.joined else 1 + (axis.groups > 1)
     dims: dict[str, int] = {}
@@ -191,6 +124,17 @@ def part(
     placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
     first, *others = (_then(view, arranged) for view in _views(axis))
     return Part(first, placed, tuple(tensor.shape), tuple(others))
+
+
+def _spread(
+    tensor: Tensor, known: KnownHeads, rows: Which, positions: Which, heads: Which
+) -> Callable[[Tensor], Tensor] | None:
+    """How rows, heads and tokens that share a dim, or lie in other ones, come to have their own; mostly they do."""
+    named = any(isinstance(one, Along) for one in (rows, positions, heads))
+    if not named and (positions is not None or heads is not None) and is_packed(tensor.shape, known):
+        return unpacked
+    whole = unflattened(tensor, known, rows, positions, heads)
+    return None if whole is tensor else lambda one: one.unflatten(0, whole.shape[:2])
 
 
 def unflattened(

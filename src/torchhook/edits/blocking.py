@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torchhook import _torch
 from torchhook._recording.address import Site
 from torchhook._values import parts
-from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis
-from torchhook._values.parts import Along, Which
+from torchhook._values.choices import Along, Which, choice
+from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis, is_packed
 from torchhook._values.tree import Inputs
 from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake
 from torchhook.edits.protocol import CataloguedEdit, Edit
@@ -52,7 +52,7 @@ def block(queries: Which, keys: Which, heads: Which = None, rows: Which = None) 
         rows: In which rows of the batch; ``None`` for all.
     """
     chosen = {"queries": queries, "keys": keys, "heads": heads, "rows": rows}
-    kept = {name: parts.choice(which, name) for name, which in chosen.items()}
+    kept = {name: choice(which, name) for name, which in chosen.items()}
     if any(isinstance(which, Along) for which in kept.values()):
         raise TypeError("edits.block knows its dims: give an integer, a slice, a list of integers or a boolean mask.")
     return Block(**kept)
@@ -140,13 +140,7 @@ def _fused(edit: Block, value: Any, known: KnownHeads) -> Inputs:
     call = _bound(_FUSED, value)
     query, key = call["query"], call["key"]
     shape = (*query.shape[:-1], key.shape[-2])
-    axis = None
-    if edit.heads is not None:
-        if query.dim() < 4:
-            raise NoPart(f"queries of shape {tuple(query.shape)} have no dim of heads.")
-        # By the contract of the kernel; what modules say is not needed.
-        axis = HeadAxis(query.dim() - 3, query.shape[-3])
-    cut = edit.cut(shape, axis, query.device)
+    cut = _cut_in(edit, shape, known._replace(asked=True), query.device)
     mask = _plain(call["attn_mask"], query.device)
     if call["is_causal"]:
         # From the upper left corner, as the kernel has it.
@@ -157,6 +151,22 @@ def _fused(edit: Block, value: Any, known: KnownHeads) -> Inputs:
     kept = mask & ~cut if mask.dtype == torch.bool else torch.where(cut, -torch.inf, mask)
     _check_rows(mask, kept)
     return Inputs((query, key, call["value"]), {**_rest(call, 3), "attn_mask": kept, "is_causal": False})
+
+
+def _cut_in(edit: Block, shape: tuple[int, ...], known: KnownHeads, device: torch.device) -> Tensor:
+    """Where edges are cut in the scores of a fused call, as the kernel has them."""
+    if is_packed(shape, known):
+        whole = (shape[0], shape[1] * shape[2], 1, shape[3])
+        cut = edit.cut(whole, HeadAxis(1, whole[1]), device)
+        # In the order in which unpacked queries have them.
+        return cut.expand(-1, whole[1], -1, -1).reshape(len(cut), *shape[1:3], -1)
+    axis = None
+    if edit.heads is not None:
+        if len(shape) < 4:
+            raise NoPart(f"scores of shape {shape} have no dim of heads.")
+        # By the contract of the kernel; what modules say is not needed.
+        axis = HeadAxis(len(shape) - 3, shape[-3])
+    return edit.cut(shape, axis, device)
 
 
 def _both(mask: Tensor, allowed: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import parts, tree
+from torchhook._values.choices import Along, Which, choice
 from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
-from torchhook._values.parts import Along, Part, Which
+from torchhook._values.parts import Part
 from torchhook._values.subclasses import placed_like, shape
 from torchhook._values.wrappers import is_fake, like
 from torchhook.edits.adapting import adapt
@@ -201,7 +202,7 @@ class _Patch(CataloguedEdit):
     def __post_init__(self) -> None:  # here, for a file may hold it as it was written
         if isinstance(self.positions, Along):
             raise TypeError("edits.patch(…, positions=): name the dim with dim=, and not with edits.along.")
-        object.__setattr__(self, "positions", parts.choice(self.positions, "positions", lines=True))
+        object.__setattr__(self, "positions", choice(self.positions, "positions", lines=True))
 
     def __call__(self, value: Any, site: Site) -> Any:
         return self.apply(value, site, UNKNOWN)

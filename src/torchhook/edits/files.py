@@ -21,7 +21,7 @@ from torchhook._recording.codecs import Codec, Reader, Writer
 from torchhook._recording.records import Recording
 from torchhook._recording.tensor_codecs import TENSORS
 from torchhook._recording.value_codecs import VALUES
-from torchhook._values.parts import Along
+from torchhook._values.choices import Along
 from torchhook._values.value_object import shown
 from torchhook._version import __version__
 from torchhook.edits import blocking, catalogue

@@ -12,8 +12,9 @@ from torch import Tensor
 from torchhook._recording import steps as passes
 from torchhook._recording.address import Site
 from torchhook._values import parts
+from torchhook._values.choices import Along, Which, choice
 from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
-from torchhook._values.parts import Along, Part, Which
+from torchhook._values.parts import Part
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
@@ -56,10 +57,10 @@ def only(
             step 0. Steps that never come are told of when the block ends (``NeverRanWarning``).
     """
     chosen = {
-        "positions": parts.choice(positions, "positions", lines=True),
-        "rows": parts.choice(rows, "rows"),
-        "heads": parts.choice(heads, "heads"),
-        "steps": _checked_steps(parts.choice(steps, "steps")),
+        "positions": choice(positions, "positions", lines=True),
+        "rows": choice(rows, "rows"),
+        "heads": choice(heads, "heads"),
+        "steps": _checked_steps(choice(steps, "steps")),
     }
     if all(which is None for which in chosen.values()):
         raise ValueError("edits.only needs positions=, rows=, heads= or steps=.")
