@@ -303,7 +303,7 @@ def test_calls_of_other_threads_are_captured_too(net: Net, x: Tensor) -> None:
         (
             lambda m: (m.add("fc1"), m.add("fc1")),
             ValueError,
-            "there is a hook with key 'fc1' already; remove it first, or choose another name.",
+            "there is a hook with key 'fc1' already: remove it, or choose another name.",
         ),
         (lambda m: m.get(3), TypeError, "'key' must be a string, found int."),
         (lambda m: m.get("fc1"), SelectorError, "no hook with key 'fc1'."),
