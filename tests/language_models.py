@@ -201,6 +201,13 @@ def made(name: str, kind: str | None = None, *, attn_implementation: str | None 
     return from_config(kind or usual, {**config, **changes}, attn_implementation)
 
 
+def checkpointed(model: Any, reentrant: bool = False) -> Any:
+    """The model with activation checkpointing, which has another name from transformers 5.23 on."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model
+
+
 # -- with what to call them with --------------------------------------------------------------------------------
 
 Made = tuple[Any, dict[str, Any]]

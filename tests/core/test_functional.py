@@ -802,23 +802,6 @@ def test_operations_of_a_checkpointed_module_are_recorded_once() -> None:
     torch.testing.assert_close(leaf.grad, 2 * slope)
 
 
-def test_an_operation_of_a_checkpointed_function_is_captured_and_not_edited() -> None:
-    class Method(nn.Module):
-        def segment(self, x: Tensor) -> Tensor:
-            return torch.sin(torch.sigmoid(x) * 2)
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.segment, x, use_reentrant=False)
-
-    model, leaf = Method(), X.clone().requires_grad_()
-    with th.capture(model, "/sigmoid") as rec:
-        model(leaf).sum().backward()
-    assert torch.equal(rec["/sigmoid"], X.sigmoid())
-    for site, name in (("/sigmoid", "/sigmoid"), ("/mul:input", "/mul")):
-        with pytest.raises(SessionError, match=rf"^{name} cannot be edited here: .* Checkpoint a module instead"):
-            th.run(model, leaf, edit={site: lambda value: value})
-
-
 @pytest.mark.shows("Gradient modes: operations")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_operations_in_every_gradient_mode(mode: Any) -> None:

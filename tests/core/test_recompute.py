@@ -18,8 +18,8 @@ from torchhook import edits
 from torchhook._core import recompute
 from torchhook._core.recompute import Segments
 from torchhook._recording.address import Site
-from torchhook._torch import graph_task, in_bare_segment
-from torchhook.errors import RecomputeWarning
+from torchhook._torch import bare_segments, graph_task
+from torchhook.errors import RecomputeWarning, SessionError
 from torchhook.types import Recording
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
@@ -289,7 +289,7 @@ def test_calls_that_no_segment_is_known_for_are_taken_to_run_again_in_reverse() 
     assert again == [2, 1, 0, 0] * 2
 
 
-def test_only_the_newest_segments_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_segments_are_remembered_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "_REMEMBERED", 3)
     segments, noted, known = Segments(), itertools.count(), []
 
@@ -300,26 +300,30 @@ def test_only_the_newest_segments_are_remembered(monkeypatch: pytest.MonkeyPatch
             known.append(segments.is_known())
         return x.sin()
 
-    for output in [checkpoint(function, leaf(), use_reentrant=False) for _ in range(5)]:
+    older, old, *newest = [checkpoint(function, leaf(), use_reentrant=False) for _ in range(5)]
+    for output in (older, old):
+        with pytest.raises(SessionError, match="more than 3 checkpointed segments"):
+            output.sum().backward()
+    for output in newest:
         output.sum().backward()
-    assert known == [False, False, True, True, True]
+    assert known == [True, True, True]
 
 
 def test_a_bare_segment_is_a_checkpointed_function_outside_of_the_modules_that_it_calls() -> None:
-    found: dict[str, bool] = {}
+    found: dict[str, int] = {}
 
     class Inside(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            found.setdefault("module", in_bare_segment())
+            found.setdefault("module", len(bare_segments()))
             return x.sin()
 
     def function(x: Tensor) -> Tensor:
-        found.setdefault("function", in_bare_segment())
+        found.setdefault("function", len(bare_segments()))
         return Inside()(x)
 
     checkpoint(function, leaf(), use_reentrant=False)
-    found["outside"] = in_bare_segment()
-    assert found == {"function": True, "module": False, "outside": False}
+    found["outside"] = len(bare_segments())
+    assert found == {"function": 1, "module": 0, "outside": 0}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -62,6 +62,37 @@ def test_edits_and_gradients_under_checkpoints() -> None:
             torch.testing.assert_close(parameter.grad, grads[name])
 
 
+class Operations(nn.Module):
+    """A tanh that is no module, checkpointed with its module or by the module's own forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.layer = how, nn.Linear(64, 64)
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how.startswith("forward"):
+            return checkpoint(self.body, x, use_reentrant=self.how.endswith("reentrant"))
+        return self.body(x)
+
+
+def test_edits_and_gradients_of_operations_under_checkpoints() -> None:
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    found = []
+    for how in ("plain", "module, reentrant", "module, new", "forward, reentrant", "forward, new"):
+        block = Operations(how).cuda()
+        model = nn.Sequential(block)
+        with th.edit(model, {"0/tanh": edits.scale(0.5)}), th.capture(model, "0/tanh:grad") as rec:
+            y = checkpoint(model, x, use_reentrant=how.endswith("reentrant")) if how[0] == "m" else model(x)
+            y.square().sum().backward()
+        found.append((rec["0/tanh:grad"], block.layer.weight.grad))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
+
+
 def test_what_runs_on_a_stream_of_its_own_is_true_on_the_way_to_the_host() -> None:
     model, x = Net("plain").cuda(), torch.randn(4096, 64, device="cuda")
     expected = model.inner(x).detach().cpu()

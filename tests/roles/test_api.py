@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchhook as th
+from tests.language_models import checkpointed
 from tests.roles_models import build
 from torchhook import edits, transforms
 from torchhook.errors import MissingRecordError, SelectorError
@@ -315,12 +316,14 @@ def test_feature_layers_take_names_also_where_they_stay_attached(llama: Any) -> 
         th.FeatureLayers(llama, ["@resid_mid.1"], attach=True)
 
 
-def test_a_checkpointed_model_repeats_the_edit_of_a_name_in_its_backward_pass(llama: Any) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_model_repeats_the_edit_of_a_name_in_its_backward_pass(llama: Any, reentrant: bool) -> None:
     model = copy.deepcopy(llama).train()
+    model.enable_input_require_grads()  # which reentrant checkpoints need
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpointed(model, reentrant)
         with th.edit(model, {"@resid_mid.1": edits.scale(0.5)}), th.capture(model, "@resid_mid.1:grad") as rec:
             model(IDS).logits.square().sum().backward()
         found.append((rec["@resid_mid.1:grad"], model.model.layers[0].mlp.up_proj.weight.grad.clone()))

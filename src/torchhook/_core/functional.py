@@ -8,6 +8,7 @@ pass as quickly as can be.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import Counter
@@ -15,17 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
+from torchhook._core import checkpointed
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
 from torchhook._recording.address import Site
-from torchhook._torch import sharded
+from torchhook._torch import graph_task, sharded
 from torchhook._values import tree
 from torchhook.errors import SelectorError, SessionError
 
@@ -75,6 +78,7 @@ class Listener:
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
         self._running: list[nn.Module] = []
+        self._is_open = False
 
     def opened(self) -> None:
         """Its session opens: like hooks on one module, listeners take turns in this order.
@@ -82,6 +86,7 @@ class Listener:
         The order in which they begin to listen says nothing: one hears of the whole model, another of one layer in it.
         """
         self.turn = (self._comes_last, next(_openings))
+        self._is_open = True
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         """The hooks that modules need for the stack of running modules to be right."""
@@ -118,7 +123,24 @@ class Listener:
             if not self._running:
                 _modes.mode.ignore(self)
 
+    @contextlib.contextmanager
+    def hearing_again(self, module: nn.Module, counts: Counter[str]) -> Iterator[None]:
+        """Listen while a part of a module is recomputed, in whichever thread that is."""
+        mode, depth = _modes.mode, len(self._running)
+        listens = self._is_open and self not in mode.listeners
+        if self._is_open:
+            self._running.append(module)
+        if listens:
+            mode.listen(self)
+        try:
+            yield
+        finally:
+            del self._running[depth:]
+            if listens:
+                mode.ignore(self)
+
     def close(self) -> None:
+        self._is_open = False
         self.unwind(0)
         _modes.mode.ignore(self)  # an interrupt may have come between the two before
 
@@ -177,6 +199,13 @@ class SiteListener(Listener):
         self.totals: dict[tuple[int, str], set[int]] = {}
         """How often each of these came in whole calls of its module."""
         self._expected: dict[tuple[int, str], tuple[Site, Collection[int]]] = {}
+        self._paths: dict[tuple[int, str], str] = {}
+        self._changes = False
+        self._followed: WeakSet[Any] = WeakSet()
+
+    def opened(self) -> None:
+        super().opened()
+        self._changes = any(tap.edits or tap.aliases for tap in self.taps())
 
     def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> Tap:
         """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
@@ -187,6 +216,7 @@ class SiteListener(Listener):
         self._modules[id(module)] = module
         plain = _NUMBERED.sub("", name)
         self._names.add(plain)
+        self._paths[id(module), plain] = site.path
         if expected:
             self._expected[id(module), plain] = site, expected
         if plain != name or expected:
@@ -229,8 +259,34 @@ class SiteListener(Listener):
 
     def enter(self, module: nn.Module) -> None:
         super().enter(module)
+        if self._changes and graph_task() == -1:
+            self._gate.note_segments(0)  # which may be recomputed on a thread of autograd's
         if self._counted:
             self._counts.setdefault(id(module), []).append(Counter())
+
+    @contextlib.contextmanager
+    def hearing_again(self, module: nn.Module, counts: Counter[str]) -> Iterator[None]:
+        open_ = self._counts.setdefault(id(module), [])
+        open_.append(counts.copy())
+        try:
+            with super().hearing_again(module, counts):
+                yield
+        finally:
+            open_.pop()
+
+    def _follow(self, module: nn.Module, name: str) -> None:
+        """See to it that what a checkpoint runs is heard again, if the running operation is one of a function in it."""
+        # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
+        if is_grad_enabled() and _torch.saved_tensor_hooks() is None:
+            return
+        self._gate.note_segments(0)
+        counts = self._counts.get(id(module))
+        if not checkpointed.follow(self, module, counts[-1].copy() if counts else Counter(), self._followed):
+            raise SessionError(
+                f"{self._paths[id(module), name]}/{name} cannot be edited here: it runs in a checkpointed function "
+                "that is no module, and this torch does not let TorchHook hear when that is recomputed. Checkpoint a "
+                "module instead, or edit a module's output."
+            )
 
     def leave(self, module: nn.Module) -> None:
         super().leave(module)
@@ -262,8 +318,9 @@ class SiteListener(Listener):
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._changes and (id(module), name) in self._paths:
+            self._follow(module, name)
         for tap in self._taps_of(self._inputs, module, name):
-            _check_recomputable(tap, name)
             passing = as_value(args, kwargs)
             value = tap.take(passing)
             if value is not passing:
@@ -273,7 +330,7 @@ class SiteListener(Listener):
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         super().after(name, module, output, args, kwargs)
         for tap in self._taps_of(self._outputs, module, name):
-            output = self._taken(tap, name, output, args, kwargs)
+            output = self._taken(tap, output, args, kwargs)
         if (id(module), name) in self._counted and (counts := self._counts.get(id(module))):
             counts[-1][name] += 1
         return output
@@ -287,8 +344,7 @@ class SiteListener(Listener):
         self._heard = self._heard or bool(found)
         return found
 
-    def _taken(self, tap: Tap, name: str, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _check_recomputable(tap, name)
+    def _taken(self, tap: Tap, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = tap.take(output, (args, kwargs))
         written = kwargs.get("out", args[0] if args else None)
         if value is not output and output is written and isinstance(output, Tensor) and tap.edits:
@@ -298,14 +354,6 @@ class SiteListener(Listener):
 
 
 _NUMBERED = re.compile(r"\([0-9]+\)$")
-
-
-def _check_recomputable(tap: Tap, name: str) -> None:
-    if tap.edits and _torch.in_bare_segment():
-        raise SessionError(
-            f"{tap.label}/{name} cannot be edited here: it runs in a checkpointed function that is no module, and "
-            "would not be edited when that is recomputed. Checkpoint a module instead, or edit a module's output."
-        )
 
 
 def depths() -> dict[int, int]:

@@ -55,7 +55,11 @@ class Segments:
 
     def is_known(self) -> bool:
         """Whether the running call is in a segment that was noted."""
-        return bool(self._calls) and getattr(_torch.segments()[0], _MARK, None) in self._calls
+        if not self._calls:
+            return False
+        token = getattr(_torch.segments()[0], _MARK, None)
+        self._refuse_forgotten(token)
+        return token in self._calls
 
     def is_older(self) -> bool:
         """Whether the running call is in a segment that first ran before the session: nothing of it may change."""
@@ -63,12 +67,15 @@ class Segments:
         token = getattr(segment, _MARK, None)
         if segment is None or token in self._calls or not _torch.understands_checkpoints():
             return False
-        if token is not None and token <= self._forgotten:
+        self._refuse_forgotten(token)
+        return True
+
+    def _refuse_forgotten(self, token: int | None) -> None:
+        if token is not None and token not in self._calls and token <= self._forgotten:
             raise SessionError(
                 f"more than {_REMEMBERED} checkpointed segments ran before the backward pass of this one, so that "
                 "TorchHook no longer knows which call it is. Run backward earlier, or without activation checkpointing."
             )
-        return True
 
     def call_again(self, ran: int) -> int:
         """The index that a recomputed call had the first time."""

@@ -22,9 +22,10 @@ from torchhook._torch.autograd import (  # noqa: E402
     torch_task,
 )
 from torchhook._torch.checkpoints import (  # noqa: E402
+    around_recomputation,
+    bare_segments,
     caller,
     frames,
-    in_bare_segment,
     innermost_module,
     segments,
     times_running,
@@ -64,7 +65,9 @@ from torchhook._torch.values import (  # noqa: E402
 
 __all__ = [
     "after_backward",
+    "around_recomputation",
     "attention_weights",
+    "bare_segments",
     "base",
     "base_of",
     "caller",
@@ -72,7 +75,6 @@ __all__ = [
     "ended_tasks",
     "frames",
     "graph_task",
-    "in_bare_segment",
     "in_transform",
     "innermost_module",
     "is_lazy_clone",

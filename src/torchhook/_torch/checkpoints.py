@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._torch.autograd import current_node, saved_tensor_hooks
+from torchhook._torch.autograd import current_node, graph_task, saved_tensor_hooks
 from torchhook._torch.finding import find
 
 _MODULES = "torch.nn.modules.module"
@@ -43,8 +43,15 @@ def times_running(module: nn.Module) -> int:
 
 
 def innermost_module() -> nn.Module | None:
-    """The module whose call is the latest under way in this thread."""
-    return next((frame.f_locals.get("self") for frame in frames(1) if frame.f_code is _CALL), None)
+    """The module whose call is the latest under way in this thread; none outside of what is recomputed."""
+    names = _names() if graph_task() != -1 else None
+    for frame in frames(1):
+        if frame.f_code is _CALL:
+            module: nn.Module | None = frame.f_locals.get("self")
+            return module
+        if names is not None and frame.f_globals is names and _segments_in(frame.f_locals.values())[0] is not None:
+            return None  # what is further out only asked for the backward pass
+    return None
 
 
 # Looked for each time, and imported by nobody here: torch 2.6 leaves that to its users, since it brings sympy along,
@@ -61,13 +68,36 @@ def _kinds() -> tuple[Any, Any]:
     return find("_CheckpointFrame", (), checkpoint), find("CheckpointFunction._backward_cls", (), checkpoint)
 
 
-def in_bare_segment() -> bool:
-    """Whether the running code is in a checkpointed function directly, and not in a module that the function calls."""
-    names = _names()
+def bare_segments() -> list[Any]:
+    """The segments that run for the first time around the running code, without a module's call in between.
+
+    Innermost first: a function is checkpointed there, and not a module that the function calls.
+    """
+    found, names = list[Any](), _names()
     for frame in frames(1):
         if frame.f_globals.get("__name__") == _MODULES:
-            return False
+            break
         if frame.f_globals is names:
+            recomputed, first = _segments_in(frame.f_locals.values())
+            found += first
+            if recomputed is not None:
+                break
+    return found
+
+
+# What segments of either kind call when they are recomputed, by what they call it themselves.
+_RUNS_AGAIN = ("recompute_fn", "run_function")
+
+
+def around_recomputation(segment: Any, around: Callable[..., Any]) -> bool:
+    """Have ``around(function, *args)`` called in place of a segment's function when it is recomputed, if that can be.
+
+    It goes with the graph, as the segment does.
+    """
+    for name in _RUNS_AGAIN:
+        function = getattr(segment, name, None)
+        if callable(function):
+            setattr(segment, name, functools.partial(around, function))
             return True
     return False
 
