@@ -18,7 +18,7 @@ from torchhook._core.listening import Chain, Link, LinkHook
 from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
-from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listening, repeated
+from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listeners, repeated
 from torchhook._torch import saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, is_on, knows_results, put_on_newest
@@ -131,7 +131,7 @@ class ObserveTap(OutputTap):
             or not self._is_plain
             or scope not in active.get()
             or (scope.runs_eagerly and in_trace())
-            or listening
+            or listeners
             or repeated
             or torch_task() != -1
             or not is_grad_enabled()
