@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchhook._core import calling, functional, hooks, never_ran, passing, select, steps, wiring
+from torchhook._core import actions, calling, functional, hooks, never_ran, select, steps, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
@@ -73,7 +73,7 @@ class Session(Shown):
         self.scope: Scope = scope
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
-        self._to_come: list[tuple[Site, passing.ToCome]] = []
+        self._to_come: list[tuple[Site, actions.ToCome]] = []
         self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps = Taps(self.index, scope, scope if self._own_threads_only else None)
@@ -101,15 +101,15 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change, to_come = passing.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
+        change, to_come = actions.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
             self._to_come.append((site, to_come))
-        self._taps.of(target).add_edit(passing.only_edit(site, passing.editor(site, change), self._seen))
+        self._taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
         select.refuse_counting_back(target.site, "whoever looks")
-        look = passing.only_look(target.site, passing.of_leaf(target.site, look), self._seen)
+        look = actions.only_look(target.site, actions.of_leaf(target.site, look), self._seen)
         self._taps.of(target).add_look(look)
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -131,19 +131,19 @@ class Session(Shown):
             if fast and taps.record(target, own, rows, recording.order, task):
                 continue
             tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
-            recorder = passing.checked(units.checked(site) if units else None, recorder)
-            recorder = passing.of_leaf(site, passing.knowing_padding(padding, site.path, recorder))
-            recorder = passing.only_keep(calls, recorder, self._seen)
+            recorder = actions.checked(units.checked(site) if units else None, recorder)
+            recorder = actions.of_leaf(site, actions.knowing_padding(padding, site.path, recorder))
+            recorder = actions.only_keep(calls, recorder, self._seen)
             for other in others:
                 taps.of(other)
             if before_edits:
-                tap.add_edit(passing.looked_at_first(tap, recorder), first=True)
+                tap.add_edit(actions.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
         recording.other_names = other_names(self.index, chosen, recording.other_names)
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self._taps.root.add_look(passing.inputs_kept_from(keep), first=True)
+        self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -168,7 +168,7 @@ class Session(Shown):
                     f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
                 )
             select.refuse_open_end(target.site)
-            self.look(target, passing.stopper(self.scope, waiting, target.site, self._keeps, check))
+            self.look(target, actions.stopper(self.scope, waiting, target.site, self._keeps, check))
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every functional operation inside the modules."""
