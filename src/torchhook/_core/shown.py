@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torchhook._core.hooks import Attachment
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import SessionError
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import plural
 from torchhook.errors import ExtractError, suggestion
 
 Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | None"
@@ -113,7 +114,7 @@ def _signature(model: nn.Module) -> str:
 
 
 def _given(call: Inputs) -> str:
-    positional = f"{len(call.args)} argument{'s' * (len(call.args) != 1)}" if call.args else ""
+    positional = f"{len(call.args)} {plural(len(call.args), 'argument')}" if call.args else ""
     return " and ".join(filter(None, (positional, ", ".join(map(repr, call.kwargs)))))
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchhook._features.indexing import numbers, single
 from torchhook._features.manifest import shown
 from torchhook._features.permutation import Permutation
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
+from torchhook._words import counted
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:

@@ -99,15 +99,6 @@ def capped(text: str, width: int = _WIDEST) -> str:
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number of things in words.
-
-    >>> counted(1, "site"), counted(1200, "site"), counted(0, "class", "classes")
-    ('1 site', '1,200 sites', '0 classes')
-    """
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
-
-
 def count(number: float, precision: int = 2) -> str:
     """A number in thousands, millions, …
 

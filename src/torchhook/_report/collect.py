@@ -31,6 +31,7 @@ from torchhook._values.subclasses import is_part
 from torchhook._values.targets import Goal, Labels, is_function, known_labels, name_of, torchvision_labels
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
+from torchhook._words import listed
 from torchhook.errors import NoAttentionError, TorchHookError
 
 _LONG = 1024
@@ -139,8 +140,7 @@ def _note_parts(view: View, index: Index, notes: list[str]) -> None:
     weights = [name for name, (module, own) in index.tensors.items() if is_part(getattr(module, own))]
     names = [repr(name) for name in (*view.parts, *weights)]
     if names:
-        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        notes.append(f"Numbers and pictures of {some} are those of this rank's part: each rank holds another.")
+        notes.append(f"Numbers and pictures of {listed(names)} are those of this rank's part: each rank holds another.")
 
 
 def _described(given: Inputs) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.plot import style
 
 
