@@ -27,6 +27,11 @@ _LABELS = ("label", "labels", "target", "targets", "y")
 _NOT_INPUTS = frozenset({*_LABELS, "id", "ids", "idx", "index", "path", "paths", "name", "key"})
 
 
+def is_table(part: Any) -> bool:
+    """Whether ids, labels or lengths are one value for every row, rather than a way to find them."""
+    return hasattr(part, "__len__") and not isinstance(part, str)
+
+
 def rows_in(batch: Any) -> int:
     """How many rows a batch has: the length of its first tensor, or of its first list.
 

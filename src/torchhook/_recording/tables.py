@@ -99,6 +99,15 @@ def capped(text: str, width: int = _WIDEST) -> str:
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
+def digits(number: float | None) -> str:
+    """A number by its first digits, and a dash where there is none.
+
+    >>> digits(0.123456), digits(None)
+    ('0.1235', '-')
+    """
+    return "-" if number is None else f"{number:.4g}"
+
+
 def count(number: float, precision: int = 2) -> str:
     """A number in thousands, millions, …
 

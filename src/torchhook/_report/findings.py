@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchhook._recording.tables import digits
 from torchhook._report.facts import Issue, LayerFacts, Numbers
 
 _DEAD = 0.1  # of the channels: on one input, a few that stay silent are what a ReLU is for
@@ -44,7 +45,7 @@ def findings(layers: list[LayerFacts]) -> list[Issue]:
             "constant",
             "Constant output",
             "Every value is the same, so the layer passes nothing on about the input.",
-            [(i, f"all {_number(v.min)}") for i, layer in own for v in _values(layer)[:1] if _is_constant(v)],
+            [(i, f"all {digits(v.min)}") for i, layer in own for v in _values(layer)[:1] if _is_constant(v)],
         ),
     ]
     return [kind for kind in kinds if kind.layers]
@@ -103,7 +104,3 @@ def _flat_gradient(layer: LayerFacts) -> bool:
 def _is_constant(found: Numbers) -> bool:
     # One number is always the same as itself.
     return found.elements > 1 and found.min == found.max and not found.nans and not found.infs
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
