@@ -16,7 +16,7 @@ A gradient site has a ``GradTap``, where gradients arrive, and an object that is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -25,16 +25,7 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import (
-    Alias,
-    Entered,
-    GradientListener,
-    LinkHook,
-    is_unused,
-    listen,
-    listen_directly,
-    original,
-)
+from torchhook._core.listening import Alias, Entered, GradientListener, is_unused, listen, listen_directly, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
 from torchhook._core.writes import TensorHook, root
@@ -210,6 +201,14 @@ class GradTap(Tap):
             look(value, call)
 
 
+def forget_arrived(taps: Iterable[tuple[GradTap, Any]]) -> None:
+    """As ``taps.forget_passed``, for those where gradients arrive, each with the one that its value passes."""
+    for tap, _ in taps:
+        tap.ran = 0
+        if tap._without_grad:
+            tap._without_grad = {}
+
+
 _still = Keep("live")
 
 
@@ -281,7 +280,7 @@ class OutputGradient:
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
-    def _direct(self, call: int) -> LinkHook:
+    def _direct(self, call: int) -> Callable[[Tensor, Tensor], Tensor | None]:
         tap, aliases = self._tap, self.aliases
 
         def hook(grad: Tensor, arrived: Tensor) -> Tensor | None:
