@@ -28,6 +28,7 @@ from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values.heads import Where, is_packed, unpacked
 from torchhook._values.wrappers import ORDINARY, is_causal_bias
+from torchhook._words import listed
 from torchhook.errors import NoAttentionError
 
 
@@ -134,7 +135,7 @@ class _Attending(Session):
     def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Every module was looked at, and most do not attend: only if none did, there is something to say."""
         if error is None and not len(self.recording):
-            why = self.not_seen() if self._taps.any_ran else never_ran.NOT_CALLED
+            why = self.not_seen() if self.taps.any_ran else never_ran.NOT_CALLED
             self.recording.missing[""] = why
 
     def not_seen(self) -> str:
@@ -144,8 +145,8 @@ class _Attending(Session):
             chosen = [f"{self._written[p]!r} ({shown(p)})" if p in self._written else repr(shown(p)) for p in paths]
             others = sorted(self._others, key=lambda path: -max(_shared(path, other) for other in paths))
             return (
-                f"no attention call was seen in what sites= chose, {_some(chosen)}. It is called in "
-                f"{_some([repr(shown(path)) for path in others])}: choose from these."
+                f"no attention call was seen in what sites= chose, {listed(chosen)}. It is called in "
+                f"{listed([repr(shown(path)) for path in others])}: choose from these."
             )
         return (
             f"no attention call was seen in {self.recording.model_name}: it calls neither scaled_dot_product_attention "
@@ -164,10 +165,6 @@ def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]
     for op, look in looks.items():
         port = "output" if op == "softmax" else "input"
         session.look(Target(Site(path, op=op, port=port), module), look)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _shared(path: str, other: str) -> int:

@@ -1,4 +1,4 @@
-"""``capture``, ``edit`` and ``run``: the doors through which most users come in."""
+"""``capture``, ``edit`` and ``run``: keep or change what passes in a model, for a block or for one call."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torchhook._core import hooks
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.openable import Openable
-from torchhook._core.parameters import AtEnd
+from torchhook._core.parameters import AfterBackward
 from torchhook._core.ranks import Together
 from torchhook._core.select import Target
 from torchhook._core.session import Session
@@ -216,7 +216,7 @@ class Clamped(_Limits):
         super().__init__(index, "clamped")  # nobody is asked: each rank clamps what it has
         self.bound = bound
         self._waiting: dict[int, Home] = {}
-        self._end = AtEnd()
+        self._end = AfterBackward()
 
     def limit(self, grad: Tensor) -> Tensor | None:
         # On the gradient of each backward pass, before it is added to .grad (pytorch#76464): what accumulates is a sum
@@ -247,7 +247,7 @@ class _Shortened(_Limits):
         super().__init__(index, "clipped")
         self.bound = bound
         self._waiting: dict[int, Home] = {}
-        self._end = AtEnd()
+        self._end = AfterBackward()
 
     def limit(self, grad: Tensor) -> None:
         if self._stages is None:

@@ -46,6 +46,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchhook._words import listed
+
 __all__ = [
     "AmbiguousCallError",
     "ArgumentError",
@@ -330,8 +332,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
         return f"Closest: {', '.join(map(repr, near))}."
     if not names:
         return ""
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return f"There are: {', '.join(map(repr, names[:6]))}{more}."
+    return f"There are: {listed(list(map(repr, names)), most=6)}."
 
 
 def require(package: str, extra: str) -> ModuleType:

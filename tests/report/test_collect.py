@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from tests.report.nets import Broken, Photo, Text
 from torchhook._report.collect import collect
-from torchhook._report.facts import Layer, Page
+from torchhook._report.facts import LayerFacts, Page
 from torchhook._values.tree import Inputs
 
 X = torch.rand(2, 3, 12, 12, generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([[3, 7, 7, 1, 9]])
 
 
-def layer(page: Page, path: str) -> Layer:
+def layer(page: Page, path: str) -> LayerFacts:
     return next(found for found in page.layers if found.path == path)
 
 

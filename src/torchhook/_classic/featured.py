@@ -25,6 +25,7 @@ from torchhook._core.session import Session
 from torchhook._recording.address import Calls, parse
 from torchhook._torch import compiler
 from torchhook._values import tree
+from torchhook._words import plural
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
 from torchhook.transforms import Transform
 
@@ -205,7 +206,7 @@ class Featured(Facade):
         ran = {key: len(values) for key, values in kept.values.items()}
         if target.site.call is not None and ran.get(str(target.site.every_call)):
             times = ran[str(target.site.every_call)]
-            return _never_ran(shown, target, f"it ran {times} time{'s' * (times != 1)}.")
+            return _never_ran(shown, target, f"it ran {times} {plural(times, 'time')}.")
         # What a session would have counted, so that both ways of hooking give the same cause.
         known = {id(index.modules[""]): taps.Tap("")}
         known[id(index.modules[""])].ran = 1

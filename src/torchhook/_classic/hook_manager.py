@@ -15,6 +15,7 @@ from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._recording.tables import count
 from torchhook._values import tree
+from torchhook._words import plural
 from torchhook.errors import ArgumentError, SelectorError, suggestion
 from torchhook.transforms import Transform
 
@@ -181,7 +182,7 @@ class HookManager:
         features = self.get_all()
         waiting = [key for key, values in features.items() if not values]
         if len(waiting) == len(features):
-            what = "1 hook" if len(features) == 1 else f"{len(features)} hooks"
+            what = f"{len(features)} {plural(len(features), 'hook')}"
             return f"{head}\n{what} registered ({', '.join(features)}), but no features have been captured yet."
         limit = self.max_size if self.max_size > 0 else "unlimited"
         lines = [head, f"Registered Hooks: {len(features)} (max_size={limit})", _RULE, "Captured Features Summary:"]

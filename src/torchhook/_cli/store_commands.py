@@ -16,7 +16,7 @@ from torchhook._extract.api import Estimate, ImageFolder, kept
 from torchhook._extract.api import extract as extract_to
 from torchhook._features.api import Features, open_features
 from torchhook._features.api import verify as verify_store
-from torchhook._recording.tables import counted
+from torchhook._words import counted, plural
 
 features = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", help="Look into, check and export feature stores."
@@ -176,7 +176,7 @@ def verify(
         # It advises in Python, for those who called it there.
         print(spoken(str(found)))
         if gone:
-            console.say(f"deleted {len(gone)} broken shard{'s' * (len(gone) != 1)}.")
+            console.say(f"deleted {len(gone)} broken {plural(len(gone), 'shard')}.")
     raise typer.Exit(0 if found.ok else 1)
 
 

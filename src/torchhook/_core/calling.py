@@ -23,7 +23,7 @@ from torchhook import _torch
 from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
 from torchhook._values import tree
-from torchhook._values.elements import UNREADABLE
+from torchhook._values.elements import UNREADABLE, is_alike
 from torchhook._values.tree import Inputs
 
 
@@ -352,7 +352,7 @@ def _ids(container: Any) -> list[Any]:
 @torch.no_grad()
 @_as_plain
 def _refill(tensor: Tensor, copy: Tensor) -> None:
-    if not _is_alike(tensor, copy):
+    if not is_alike(tensor, copy):
         tensor.data = copy.clone()
     elif not _is_equal(tensor, copy):  # a graph may hold it, and does not go with what is written to once more
         tensor.copy_(copy)
@@ -361,11 +361,7 @@ def _refill(tensor: Tensor, copy: Tensor) -> None:
 @torch.no_grad()
 @_as_plain
 def _differs(tensor: Tensor, copy: Tensor) -> bool:
-    return not (_is_alike(tensor, copy) and _is_equal(tensor, copy))
-
-
-def _is_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return not (is_alike(tensor, copy) and _is_equal(tensor, copy))
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torchhook._core import checkpointed
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listening, own_work
+from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value, listeners, own_work
 from torchhook._recording.address import Site
 from torchhook._torch import graph_task, sharded
 from torchhook._values import tree
@@ -391,12 +391,12 @@ class _Mode(TorchFunctionMode):
         """On while anybody listens, and off otherwise."""
         self._ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
         if self.listeners:
-            listening.add(self)
+            listeners.add(self)
             if not _torch.mode_is_on(self):
                 self.__enter__()  # type: ignore[no-untyped-call]
         else:
             _torch.turn_off(self)
-            listening.discard(self)
+            listeners.discard(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

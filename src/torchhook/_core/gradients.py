@@ -25,7 +25,7 @@ from torch import Tensor
 from torchhook import _torch
 from torchhook._core.hooks import TensorHandles, after_backward
 from torchhook._core.keep import Keep
-from torchhook._core.listening import Alias, Entered, LinkHook, Listener, is_unused, listen, listen_directly, original
+from torchhook._core.listening import Alias, Entered, GradientListener, is_unused, listen, listen_directly, original
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
 from torchhook._core.writes import TensorHook, root
@@ -106,8 +106,8 @@ class GradTap(Tap):
         super().forget(task)
         self._without_grad, self._arrivals = {}, {}
 
-    def listener(self, hook: TensorHook, port: str) -> Listener:
-        return Listener(hook, f"{self.label}:{port}", self._session)
+    def listener(self, hook: TensorHook, port: str) -> GradientListener:
+        return GradientListener(hook, f"{self.label}:{port}", self._session)
 
     def arrived_at_parameter(self, grad: Tensor | None) -> Tensor | None:
         """Take the gradient of a parameter: each is a call of its own."""
@@ -143,7 +143,7 @@ class GradTap(Tap):
         if not found:
             return value
         empty = _placeholders(value, found)
-        for alike in _alike(found):
+        for alike in _grouped(found, original):  # one and the same if no aliases were handed on
             one_by_one = apart is not None and len(alike) > 1 and all(_can_alias(leaf) for _, leaf in alike)
             for group in [[part] for part in alike] if one_by_one else _grouped(alike):
                 way = apart if apart is not None and one_by_one else take
@@ -201,6 +201,14 @@ class GradTap(Tap):
             look(value, call)
 
 
+def forget_arrived(taps: Iterable[tuple[GradTap, Any]]) -> None:
+    """As ``taps.forget_passed``, for those where gradients arrive, each with the one that its value passes."""
+    for tap, _ in taps:
+        tap.ran = 0
+        if tap._without_grad:
+            tap._without_grad = {}
+
+
 _still = Keep("live")
 
 
@@ -219,7 +227,7 @@ class OutputGradient:
         self._entered: Entered | None = None
         self._one: tuple[int, int, int] | None = None
         """Instead, of a single plain tensor: its id, that of what it is an alias of, and its version."""
-        self.whose: Listener = tap.listener(_unheard, "grad")
+        self.whose: GradientListener = tap.listener(_unheard, "grad")
 
     def wire(self, output_tap: Tap, input_tap: Tap) -> None:
         input_tap.aliases = [*input_tap.aliases, self.entering]
@@ -272,7 +280,7 @@ class OutputGradient:
 
         return self._tap.wait_for(value, call, again, take, apart=self._alias)
 
-    def _direct(self, call: int) -> LinkHook:
+    def _direct(self, call: int) -> Callable[[Tensor, Tensor], Tensor | None]:
         tap, aliases = self._tap, self.aliases
 
         def hook(grad: Tensor, arrived: Tensor) -> Tensor | None:
@@ -281,7 +289,7 @@ class OutputGradient:
 
         return hook
 
-    def _listener(self, hook: TensorHook) -> Listener:
+    def _listener(self, hook: TensorHook) -> GradientListener:
         return self._tap.listener(self.aliases.followed_first(hook), "grad")
 
     def _alias(self, leaf: Tensor, hook: TensorHook) -> Tensor:
@@ -342,16 +350,12 @@ class InputGradient:
 
     def _leaving(self, output: Any, call: int) -> None:
         """A write after this counts only if the module passes its input on: to whoever writes then."""
-        passed = _roots(tree.tensors(output))
+        passed = {id(root(tensor)) for tensor in tree.tensors(output)}
         for alias in self._running.pop() if self._running else ():
             if alias.tensor is not None and id(root(alias.tensor)) in passed and not alias.follow_write():
                 self._aliases.add(alias)
             else:
                 alias.settle()
-
-
-def _roots(tensors: Iterable[Tensor]) -> set[int]:
-    return {id(root(tensor)) for tensor in tensors}
 
 
 def _can_alias(leaf: Tensor) -> bool:
@@ -376,11 +380,6 @@ def _grouped(found: list[Leaf], name: Callable[[Tensor], Tensor] = lambda t: t) 
     for address, leaf in found:
         groups.setdefault(id(name(leaf)), []).append((address, leaf))
     return list(groups.values())
-
-
-def _alike(found: list[Leaf]) -> list[list[Leaf]]:
-    """Tensors that would be one and the same if no aliases were handed on."""
-    return _grouped(found, original)
 
 
 def _placeholders(value: Any, found: list[Leaf]) -> Any:

@@ -50,7 +50,7 @@ from torchhook._torch import sequence_number, version
 from torchhook._torch.hooks import first_on
 
 
-class Listener(NamedTuple):
+class GradientListener(NamedTuple):
     """Who listens: what is called, for which site, in whose session."""
 
     hook: TensorHook
@@ -58,7 +58,7 @@ class Listener(NamedTuple):
     session: Scope | None = None
 
 
-def is_unused(tensor: Tensor, listener: Listener) -> bool:
+def is_unused(tensor: Tensor, listener: GradientListener) -> bool:
     """Whether nobody can have used a tensor yet, nor what it is a view of: their steps are the newest there are."""
     whole, newest = root(tensor), _latest.before(listener)
     if tensor.grad_fn is None or whole.grad_fn is None or not newest:
@@ -73,7 +73,7 @@ def is_unused(tensor: Tensor, listener: Listener) -> bool:
     return False
 
 
-def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> bool:
+def listen_directly(tensor: Tensor, listener: GradientListener, hook: LinkHook, handles: TensorHandles) -> bool:
     """What ``is_unused`` and ``listen`` do with a plain tensor that is no view, as most are; whether it was one.
 
     ``hook`` is called in the place of the listener's, which is that of all calls.
@@ -88,7 +88,7 @@ def listen_directly(tensor: Tensor, listener: Listener, hook: LinkHook, handles:
     return True
 
 
-def listen(tensor: Tensor, listener: Listener, handles: TensorHandles, total: bool = False) -> None:
+def listen(tensor: Tensor, listener: GradientListener, handles: TensorHandles, total: bool = False) -> None:
     """Tell ``listener`` of all that flows into a tensor; in ``total``, into what it is an alias of too."""
     names = _names(tensor, total)
     tensor, hook = names[-1], listener.hook
@@ -168,7 +168,7 @@ class Link:
 
     __slots__ = ("__weakref__", "chain", "hook", "listener")
 
-    def __init__(self, chain: Chain, listener: Listener, hook: LinkHook) -> None:
+    def __init__(self, chain: Chain, listener: GradientListener, hook: LinkHook) -> None:
         self.chain, self.listener, self.hook = chain, listener, hook
         chain.links.append(ref(self))
 
@@ -189,11 +189,11 @@ class Link:
         return None if grad is arrived else grad
 
 
-def _same_moment(one: Listener, other: Listener) -> bool:
+def _same_moment(one: GradientListener, other: GradientListener) -> bool:
     return one.site == other.site and one.session is not other.session
 
 
-def _link(tensor: Tensor, listener: Listener, hook: LinkHook, handles: TensorHandles) -> None:
+def _link(tensor: Tensor, listener: GradientListener, hook: LinkHook, handles: TensorHandles) -> None:
     step = step_of(tensor)
     # A leaf outlives the session.
     chain = Chain() if step is None else _chain_at(tensor, step)
@@ -217,7 +217,7 @@ _MARK = "_torchhook_alias"
 class Mark(NamedTuple):
     """On a tensor that is an alias: for whom it was made, of what, of which version, and who uses it."""
 
-    listener: Listener
+    listener: GradientListener
     of: Tensor
     version: int | None
     users: WeakSet[Alias]
@@ -226,7 +226,7 @@ class Mark(NamedTuple):
 class Alias:
     """A view that is handed on in the place of a tensor, so that its gradient is told apart from that of others."""
 
-    def __init__(self, tensor: Tensor, listener: Listener, handles: TensorHandles) -> None:
+    def __init__(self, tensor: Tensor, listener: GradientListener, handles: TensorHandles) -> None:
         self.tensor: Tensor | None = tensor if _is_alias_of_this_moment(tensor, listener) else _view(tensor, listener)
         self._listener = listener
         self._handles = handles
@@ -301,12 +301,12 @@ class Latest(threading.local):
         self._whose: tuple[str, Scope | None] = "", None
         self._first = self._end = 0
 
-    def made(self, step: int, listener: Listener) -> None:
+    def made(self, step: int, listener: GradientListener) -> None:
         if step != self._end or self._whose != listener[1:]:
             self._first, self._whose = step, listener[1:]
         self._end = step + 1
 
-    def before(self, listener: Listener) -> int:
+    def before(self, listener: GradientListener) -> int:
         """The number of the next step, as if those had not been made that another session has made at the same site."""
         newest, (site, session) = _torch.next_sequence_number(), self._whose
         of_another = site == listener.site and session is not listener.session
@@ -316,7 +316,7 @@ class Latest(threading.local):
 _latest = Latest()
 
 
-def _view(tensor: Tensor, listener: Listener) -> Tensor:
+def _view(tensor: Tensor, listener: GradientListener) -> Tensor:
     with torch.enable_grad():  # it must stay on the graph, whoever runs the module
         try:
             alias = tensor[...]  # with the very strides: view_as changes those of dims that have one element
@@ -328,7 +328,7 @@ def _view(tensor: Tensor, listener: Listener) -> Tensor:
     return alias
 
 
-def _is_alias_of_this_moment(tensor: Tensor, listener: Listener) -> bool:
+def _is_alias_of_this_moment(tensor: Tensor, listener: GradientListener) -> bool:
     """Whether another session has just made an alias at the same site."""
     made: Mark | None = getattr(tensor, _MARK, None)
     if made is None or not _same_moment(made.listener, listener):

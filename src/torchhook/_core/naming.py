@@ -1,4 +1,4 @@
-"""Standard names (``@resid_post.3``) to sites: the one door through which selectors ask for them.
+"""Standard names (``@resid_post.3``) to sites: the one place where selectors ask for them.
 
 What a name stands for is found and proven higher up (``_roles``), which registers itself here: the core only looks it
 up, so that a name is taken wherever a selector is.

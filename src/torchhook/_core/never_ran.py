@@ -22,6 +22,7 @@ from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
 from torchhook._recording.address import MODEL, Site, shown
 from torchhook._recording.records import Recording
+from torchhook._words import plural, times
 from torchhook.edits import StepsToCome
 from torchhook.errors import NeverRanWarning, RecomputeWarning, hint, suggestion, warn
 
@@ -57,11 +58,11 @@ def cause(
     if isinstance(tap, GradTap):
         return _no_gradient(target, tap, passing)
     if tap.elsewhere and not tap.ran:
-        times = "once" if tap.elsewhere == 1 else f"{tap.elsewhere} times"
-        return f"it ran {times} in another thread or task than the session's; threads='all' records those too."
+        often = times(tap.elsewhere)
+        return f"it ran {often} in another thread or task than the session's; threads='all' records those too."
     if site.call is not None and tap.ran:
         none = "there was no call" if isinstance(site.call, int) else "there were no calls"
-        return f"it ran {tap.ran} time{'s' * (tap.ran != 1)}, so {none} {site.call}."
+        return f"it ran {tap.ran} {plural(tap.ran, 'time')}, so {none} {site.call}."
     around = _around(site.path, index)
     if any(is_script(module) for module in (target.module, *(m for _, m in around))):
         return "it is TorchScript, which takes no hooks: use the module it was made from."
@@ -238,5 +239,4 @@ def told(missing: Mapping[str, str]) -> str:
 def _never_ran(number: int, first: tuple[tuple[str, str], ...]) -> str:
     lines = [f"  {address or MODEL!r}: {why}" for address, why in first]
     more = [f"  … and {number - 10} more: see rec.missing"] if number > 10 else []
-    what = "1 selected site" if number == 1 else f"{number} selected sites"
-    return "\n".join([f"{what} never ran:", *lines, *more])
+    return "\n".join([f"{number} selected {plural(number, 'site')} never ran:", *lines, *more])

@@ -18,7 +18,7 @@ from torchhook._core.listening import Chain, Link, LinkHook
 from torchhook._core.scope import active
 from torchhook._core.select import Target
 from torchhook._core.session import Session
-from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listening, repeated
+from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listeners, repeated
 from torchhook._torch import saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, is_on, knows_results, put_on_newest
@@ -43,17 +43,15 @@ _WRITE = _classes(_ACTIVATIONS)
 
 def can_observe(session: Session, target: Target) -> bool:
     """Whether a target is the output of a module that the session has no tap for yet."""
-    (site, module, tensor), taps = target, session._taps
+    site, module, tensor = target
     if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
         return False
-    known = (taps._inputs, taps._outputs, taps._customs)
-    return knows_results and not any(id(module) in taps for taps in known)
+    return knows_results and not session.taps.has(module)
 
 
 def observe(session: Session, target: Target, look: Look, gradient_look: Look) -> None:
     """As ``session.look`` for a target and for its gradient."""
-    (site, module, _), taps = target, session._taps
-    grad_site, seen_from = site.but(port="grad"), taps._seen_from
+    (site, module, _), taps = target, session.taps
     grad_tap = GradTap(site.path, session.scope)
     grad_tap.add_look(gradient_look)
     gradient = OutputGradient(grad_tap, taps.handles, taps.aliases)
@@ -61,13 +59,9 @@ def observe(session: Session, target: Target, look: Look, gradient_look: Look) -
     writes = kind in _WRITE and not is_own
     makes_new = writes or (kind in _MAKE_NEW and not is_own)
     leaving = _written_to(gradient) if writes else gradient.leaving
-    tap = ObserveTap(site.path, seen_from, look, grad_tap, gradient, leaving, makes_new, writes)
-    taps._outputs[id(module)] = module, tap
-    if not makes_new:
-        taps._inputs[id(module)] = module, Entrance(site.path, seen_from, gradient)
-    taps.targets[site] = target, tap
-    taps.targets[grad_site] = target._replace(site=grad_site), grad_tap
-    taps._gradients[grad_site] = grad_tap, tap
+    tap = ObserveTap(site.path, taps.seen_from, look, grad_tap, gradient, leaving, makes_new, writes)
+    before = None if makes_new else Entrance(site.path, taps.seen_from, gradient)
+    taps.observe(target, tap, grad_tap, before)
 
 
 def go_on(session: Session) -> None:
@@ -75,15 +69,7 @@ def go_on(session: Session) -> None:
 
     As closing it and opening it again, with nothing noted of what ran.
     """
-    taps = session._taps
-    taps.handles.remove()
-    taps.aliases.settle()
-    for _, tap in taps:
-        tap.ran, tap._segments = 0, None
-    for grad_tap, _ in taps._gradients.values():
-        grad_tap.ran = 0
-        if grad_tap._without_grad:
-            grad_tap._without_grad = {}
+    session.taps.go_on()
 
 
 def _written_to(gradient: OutputGradient) -> Alias:
@@ -131,7 +117,7 @@ class ObserveTap(OutputTap):
             or not self._is_plain
             or scope not in active.get()
             or (scope.runs_eagerly and in_trace())
-            or listening
+            or listeners
             or repeated
             or torch_task() != -1
             or not is_grad_enabled()

@@ -32,7 +32,7 @@ class ParameterGradients:
         self._full = together is not None
         self._together = together
         self._reduced: list[_Reduced] = []
-        self._ended = AtEnd()
+        self._ended = AfterBackward()
 
     def follow(self, target: Target, tap: GradTap, attachment: Attachment) -> Tensor:
         """Wait for the gradients of a parameter; returns the one that is there between steps."""
@@ -91,12 +91,12 @@ class _Reduced:
         self.arrived = False
 
 
-def _mark(reduced: _Reduced, ended: AtEnd, deliver: Callable[[], None], *_: Any) -> None:
+def _mark(reduced: _Reduced, ended: AfterBackward, deliver: Callable[[], None], *_: Any) -> None:
     reduced.arrived = True
     ended.ask(deliver)
 
 
-class AtEnd:
+class AfterBackward:
     """Calls a function once when the backward pass that is running has ended, and those of torch's wrappers have."""
 
     def __init__(self) -> None:

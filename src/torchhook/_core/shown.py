@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torchhook._core.hooks import Attachment
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import SessionError
 
 
@@ -15,17 +15,17 @@ class Shown:
     """In one line; in a notebook with its sites."""
 
     recording: Recording
-    _taps: Taps
+    taps: Taps
     _attachment: Attachment | None
     _closed: bool
     _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
 
     def __repr__(self) -> str:
         state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
-        return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
+        return f"<session on {self.recording.model_name}: {counted(len(self.taps.targets), 'site')}, {state}>"
 
     def _repr_html_(self) -> str:
-        return self._taps.table(repr(self)[1:-1])._repr_html_()
+        return self.taps.table(repr(self)[1:-1])._repr_html_()
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise SessionError(self._not_a_recording(f"[{key!r}]"))

@@ -28,15 +28,15 @@ from torchhook._torch.hooks import Undo, put_before
 _KEPT = ("logits_to_keep", "num_logits_to_keep")
 
 
-class Place(NamedTuple):
-    """Where in a ``generate`` the model is called from."""
+class GenerateFrame(NamedTuple):
+    """The frame of a ``generate`` that calls the model, and which part of it does."""
 
     frame: FrameType
     prefill: bool
     beams: bool
 
 
-def place(module: nn.Module) -> Place | None:
+def generate_frame(module: nn.Module) -> GenerateFrame | None:
     """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
     found, prefill, beams = None, False, False
     above = caller(1)
@@ -48,7 +48,7 @@ def place(module: nn.Module) -> Place | None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and (found is None or owner is module):
                 # The outermost of its own: a model that drafts for itself calls it once more inside.
-                found = Place(frame, prefill, beams)
+                found = GenerateFrame(frame, prefill, beams)
                 prefill = False
         elif "prefill" in name:
             prefill = True
@@ -106,7 +106,8 @@ class _Trail:
     before: Pass | None = None
     """The last of them."""
     cache: ref[Any] | None = None
-    place: tuple[int, bool] | None = None
+    called_from: tuple[int, bool] | None = None
+    """The id of the frame of ``generate``, and whether that was for the prompt."""
     frame: FrameType | None = None
     """Of a generation without a cache, which nothing else tells from the next: it would hold one for too long."""
     counts: bool = True
@@ -143,14 +144,14 @@ class Steps:
             return
         self.settle()
         self._open_end = None
-        given, here = Given.of(args, kwargs), place(module)
+        given, here = Given.of(args, kwargs), generate_frame(module)
         self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
         now.kept = next((kept for name in _KEPT if type(kept := kwargs.get(name)) is int and kept > 0), None)
         if here is None:
             self._by_cache(now, given)
         else:
-            self._by_place(now, given, here)
+            self._by_frame(now, given, here)
         at = None if here is None else (id(here.frame), here.prefill)
         frame = None if here is None or given.cache is not None else here.frame
         self._trail = _Trail(now, _weak(given.cache), at, frame, self._trail.counts, self._trail.empty)
@@ -191,7 +192,7 @@ class Steps:
         if known is not None:
             self._trail = known
 
-    def _by_place(self, now: Pass, given: Given, here: Place) -> None:
+    def _by_frame(self, now: Pass, given: Given, here: GenerateFrame) -> None:
         """A call that ``generate`` makes."""
         before, now.beams = self._trail.before, here.beams
         if before is not None and before.step is not None and self._goes_on(given, here):
@@ -215,14 +216,14 @@ class Steps:
         )
         return given.position if is_told else _counted(before)
 
-    def _goes_on(self, given: Given, here: Place) -> bool:
+    def _goes_on(self, given: Given, here: GenerateFrame) -> bool:
         """Whether a call of ``generate`` is one more of those before; a frame may have the place of an older one."""
         trail = self._trail
         if trail.frame is not None:
             return trail.frame is here.frame
-        if trail.place is None or trail.place[0] != id(here.frame) or given.cache is None:
+        if trail.called_from is None or trail.called_from[0] != id(here.frame) or given.cache is None:
             return False
-        if here.prefill and not trail.place[1]:
+        if here.prefill and not trail.called_from[1]:
             return False
         return trail.cache is None or trail.alive is given.cache or _weak(given.cache) is None
 

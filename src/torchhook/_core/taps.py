@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from sys import getrefcount
 from typing import Any
@@ -53,7 +53,7 @@ class OwnWork(threading.local):
 
 
 own_work = OwnWork()
-listening: set[Any] = set()
+listeners: set[Any] = set()
 """Those who listen to operations now, in any thread. While there are none, taps need not say that they are at work."""
 
 
@@ -137,7 +137,7 @@ class Tap:
 
     def take(self, value: Any, source: Any = ()) -> Any:
         """Pass a value, and return the one to go on with. ``source`` is what the value was made from."""
-        if not listening:
+        if not listeners:
             return self._take(value, source)
         with own_work:
             return self._take(value, source)
@@ -182,6 +182,13 @@ class Tap:
             look(value, call)
 
 
+def forget_passed(taps: Iterable[tuple[Any, Tap]]) -> None:
+    """Let taps, each with its module, forget that anything has passed; their calls are counted on."""
+    # All by one call: a training step that is measured has hundreds of them.
+    for _, tap in taps:
+        tap.ran, tap._segments = 0, None
+
+
 class OutputTap(Tap):
     """A forward hook."""
 
@@ -192,7 +199,7 @@ class OutputTap(Tap):
         scope = self.scope
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
-        if not self._edits and not listening and not repeated and graph_task() == -1:
+        if not self._edits and not listeners and not repeated and graph_task() == -1:
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
@@ -239,7 +246,7 @@ class RecordTap(OutputTap):
             or (scope.runs_eagerly and in_trace())
             or scope not in active.get()
             or self._does_more
-            or listening
+            or listeners
             or repeated
             or torch_task() != -1
         ):
@@ -288,7 +295,7 @@ class InputTap(Tap):
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
-        if not self.edits and not listening and not repeated and graph_task() == -1:
+        if not self.edits and not listeners and not repeated and graph_task() == -1:
             # What take does then, without the calls: the model is entered this way, and what has gradients to be seen.
             call = next(self.calls)
             self.ran = call + 1

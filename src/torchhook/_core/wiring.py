@@ -13,14 +13,22 @@ from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener, SiteListener
 from torchhook._core.generators import generators
-from torchhook._core.gradients import Aliases, GradTap, InputGradient, OutputGradient, TotalGradient, Wiring
+from torchhook._core.gradients import (
+    Aliases,
+    GradTap,
+    InputGradient,
+    OutputGradient,
+    TotalGradient,
+    Wiring,
+    forget_arrived,
+)
 from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles, after_call_always
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
-from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap
+from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap, forget_passed
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table
@@ -60,7 +68,8 @@ class Taps:
         """Where each site that was asked for is seen."""
         self.index = index
         self._scope = scope
-        self._seen_from = seen_from
+        self.seen_from = seen_from
+        """Calls from outside this scope are not seen; ``None`` sees those from everywhere."""
         # The module and its tap by the module's id.
         self.root = InputTap("", seen_from)
         """Sees the model being called, whatever is asked for."""
@@ -86,6 +95,11 @@ class Taps:
     def outputs(self) -> Iterable[tuple[nn.Module, OutputTap]]:
         """Modules and the taps behind them."""
         return self._outputs.values()
+
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module has a tap already, before or behind it."""
+        key = id(module)
+        return key in self._inputs or key in self._outputs or key in self._customs
 
     def all(self) -> Iterator[Tap]:
         """What values pass in the forward pass: the taps of modules, and those of operations."""
@@ -154,7 +168,7 @@ class Taps:
         outputs, key = self._outputs, id(module)
         if key in outputs or site in self.targets:
             return False
-        tap = RecordTap(site.path, self._seen_from, keep, rows, order, task)
+        tap = RecordTap(site.path, self.seen_from, keep, rows, order, task)
         outputs[key] = (module, tap)
         self.targets[site] = (target, tap)
         return True
@@ -231,6 +245,17 @@ class Taps:
         self._customs[id(target.module)] = (target.module, tap)
         self.targets[target.site] = (target, tap)
 
+    def observe(self, target: Target, tap: OutputTap, grad_tap: GradTap, before: InputTap | None) -> None:
+        """See a target and its gradient by taps that know of each other, of a module that ``has`` none."""
+        site, module, _ = target
+        grad_site = site.but(port="grad")
+        self._outputs[id(module)] = module, tap
+        if before is not None:
+            self._inputs[id(module)] = module, before
+        self.targets[site] = target, tap
+        self.targets[grad_site] = target._replace(site=grad_site), grad_tap
+        self._gradients[grad_site] = grad_tap, tap
+
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
         self._inputs.pop(id(self.index.root), None)
@@ -259,6 +284,13 @@ class Taps:
         for grad_tap, _ in self._gradients.values():
             grad_tap.forget(task)
 
+    def go_on(self) -> None:
+        """Let go of what has passed, and count on; what is on modules stays where it is."""
+        self.handles.remove()
+        self.aliases.settle()
+        forget_passed(self)
+        forget_arrived(self._gradients.values())
+
     def let_go(self) -> None:
         """Take away what is on tensors, and let go of what the model was called with; the rest is on modules."""
         opened.pop(id(self), None)
@@ -273,7 +305,7 @@ class Taps:
 
     def listen(self, listener: Listener) -> None:
         """See the functional operations inside the modules."""
-        if self._seen_from is None:
+        if self.seen_from is None:
             raise SessionError("operations are seen in one thread only, the session's own: leave out threads='all'.")
         self.listener = listener
 
@@ -335,13 +367,13 @@ class Taps:
     def _input_tap(self, module: nn.Module, path: str) -> InputTap:
         known = self._inputs.get(id(module))
         if known is None:
-            known = self._inputs[id(module)] = (module, InputTap(path, self._seen_from))
+            known = self._inputs[id(module)] = (module, InputTap(path, self.seen_from))
         return known[1]
 
     def _output_tap(self, module: nn.Module, path: str) -> OutputTap:
         known = self._outputs.get(id(module))
         if known is None:
-            known = self._outputs[id(module)] = (module, OutputTap(path, self._seen_from))
+            known = self._outputs[id(module)] = (module, OutputTap(path, self.seen_from))
         return known[1]
 
 

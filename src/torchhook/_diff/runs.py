@@ -18,6 +18,7 @@ from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import and_more
 
 
 def every_output(index: Index) -> list[Target]:
@@ -66,4 +67,4 @@ def modes(a: Index, b: Index) -> list[str]:
         return []
     side = "A" if a.modules[odd[0]].training else "B"
     some = ", ".join(repr(path) for path in odd[:3] if path) or "the model itself"
-    return [f"in training mode in {side} only: {some}{f' and {len(odd) - 3} more' if len(odd) > 3 else ''}"]
+    return [f"in training mode in {side} only: {some}{and_more(len(odd) - 3)}"]

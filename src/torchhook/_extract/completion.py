@@ -8,7 +8,7 @@ import os
 from torchhook._extract import claims
 from torchhook._extract.task import Task
 from torchhook._features.api import Features, Manifest, Store, open_features, shown
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import DataWarning, IncompleteStoreError, note, warn
 
 

@@ -22,6 +22,7 @@ from torchhook._extract import fingerprint
 from torchhook._extract.eval_mode import random_numbers_kept
 from torchhook._extract.function_fingerprint import Texts, digest, of_function
 from torchhook._extract.image_folder import ImageFolder
+from torchhook._extract.inputs import is_table
 from torchhook._extract.sources import Source, Stream
 from torchhook._extract.table import Columns
 
@@ -65,11 +66,6 @@ def _rows_text(rows: Sequence[int], of: int | None, plain: str) -> str:
     if len(rows) == of and all(int(row) == i for i, row in enumerate(rows)):
         return plain
     return digest(repr(list(map(int, rows))))
-
-
-def is_table(part: Any) -> bool:
-    """Whether ids, labels or lengths are one value for every row, rather than a way to find them."""
-    return hasattr(part, "__len__") and not isinstance(part, str)
 
 
 def _parts(name: str, part: Any) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from torchhook._extract.sources import Source
 from torchhook._extract.task import FirstBatch
 from torchhook._features.api import ColumnSpec, Manifest, shown
 from torchhook._recording.address import parse
-from torchhook._recording.tables import Table, count, counted, size
+from torchhook._recording.tables import Table, count, size
 from torchhook._values import tree
+from torchhook._words import counted
 from torchhook.errors import DataWarning, ExtractError, warn
 
 T = TypeVar("T")

@@ -67,7 +67,7 @@ class Extras:
         self.labels: inputs.Part = labels
         self.lengths: inputs.Part = lengths
         for keyword, part in (("ids", ids), ("labels", labels), ("lengths", lengths)):
-            if _is_table(part) and rows is not None and len(part) != rows:  # type: ignore[arg-type]
+            if inputs.is_table(part) and rows is not None and len(part) != rows:  # type: ignore[arg-type]
                 raise ExtractError(f"{keyword}= has {len(part)} values, the data {rows} rows.")  # type: ignore[arg-type]
 
     def of(self, batch: Any, start: int, good: Sequence[int]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Extras:
 
     def id_of(self, row: int, batch: Any) -> Tensor | None:
         """The id of a row that is skipped, if it can be known: from a table, or from its batch of one row."""
-        if self.ids is None or self.ids is False or (batch is None and not _is_table(self.ids)):
+        if self.ids is None or self.ids is False or (batch is None and not inputs.is_table(self.ids)):
             return None
         try:
             chosen = _plain(IDS, _chosen(self.ids, batch, row, [0], "ids"), 1)[0]
@@ -103,14 +103,10 @@ class Extras:
             raise ExtractError(str(error)) from error
 
 
-def _is_table(part: inputs.Part) -> bool:
-    return hasattr(part, "__len__") and not isinstance(part, str)
-
-
 def _chosen(part: inputs.Part, batch: Any, start: int, good: Sequence[int], keyword: str) -> Any:
     if part is None or part is False:
         return None
-    if _is_table(part):
+    if inputs.is_table(part):
         chosen = [part[start + i] for i in good]  # type: ignore[index]
         return chosen if isinstance(chosen[0], str) else torch.as_tensor(chosen)
     return inputs.part_of(batch, part, keyword)  # type: ignore[arg-type]

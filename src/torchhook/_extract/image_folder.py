@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torchhook._extract.fingerprint import ADDRESS
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
 from torchhook._values.images import IMAGENET_MEAN, IMAGENET_STD
+from torchhook._words import counted
 from torchhook.errors import DataWarning, ExtractError, require, warn
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})

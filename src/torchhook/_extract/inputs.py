@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import plural
 from torchhook.errors import ExtractError, suggestion
 
 Part: TypeAlias = "str | int | Callable[[Any], Any] | Sequence[Any] | bool | None"
@@ -24,6 +25,11 @@ _MASKS = ("attention_mask", "mask")
 _LABELS = ("label", "labels", "target", "targets", "y")
 # Even where forward takes them: models of transformers have a parameter for labels, and compute a loss if it is given.
 _NOT_INPUTS = frozenset({*_LABELS, "id", "ids", "idx", "index", "path", "paths", "name", "key"})
+
+
+def is_table(part: Any) -> bool:
+    """Whether ids, labels or lengths are one value for every row, rather than a way to find them."""
+    return hasattr(part, "__len__") and not isinstance(part, str)
 
 
 def rows_in(batch: Any) -> int:
@@ -113,7 +119,7 @@ def _signature(model: nn.Module) -> str:
 
 
 def _given(call: Inputs) -> str:
-    positional = f"{len(call.args)} argument{'s' * (len(call.args) != 1)}" if call.args else ""
+    positional = f"{len(call.args)} {plural(len(call.args), 'argument')}" if call.args else ""
     return " and ".join(filter(None, (positional, ", ".join(map(repr, call.kwargs)))))
 
 

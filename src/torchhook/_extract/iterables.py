@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from torchhook._extract import fingerprint
 from torchhook._extract.inputs import fields_of, rows_in
-from torchhook._recording.tables import counted
 from torchhook._values import tree
+from torchhook._words import counted
 from torchhook.errors import ExtractError
 
 

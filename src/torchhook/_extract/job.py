@@ -18,14 +18,14 @@ from torch import nn
 
 from torchhook._core.select import Selector
 from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
-from torchhook._extract.data_fingerprint import is_table, of_data
+from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward, Transforms
 from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import opened
-from torchhook._extract.inputs import Part
+from torchhook._extract.inputs import Part, is_table
 from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
 from torchhook._extract.sources import Source

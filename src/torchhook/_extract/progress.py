@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from torchhook._extract.writer import Done
 from torchhook._features.api import Manifest
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 
 LINE_SECONDS = 30.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchhook._features.api import shown
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import ExtractError
 from torchhook.transforms import Rows
 

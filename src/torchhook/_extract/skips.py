@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from torchhook._words import plural
 from torchhook.errors import ExtractError
 
 SHARE, LEAST = 0.1, 16
@@ -43,7 +44,7 @@ class Skips:
         self.count = count
         if self.most is not None and count > self.limit():
             raise ExtractError(
-                f"earlier calls have skipped {count} row{'s' * (count != 1)} of the store, more than "
+                f"earlier calls have skipped {count} {plural(count, 'row')} of the store, more than "
                 f"max_skipped={self.most} allows. retry_skipped=True does them again."
             )
 
@@ -55,7 +56,7 @@ class Skips:
         if count > self.limit():
             limit = "a tenth, which max_skipped= can change" if self.most is None else f"max_skipped={self.most} allows"
             raise ExtractError(
-                f"{count} row{'s' * (count != 1)} could not be done, of {self.rows or self.seen}: more than {limit}. "
+                f"{count} {plural(count, 'row')} could not be done, of {self.rows or self.seen}: more than {limit}. "
                 f"The last is row {row}: {why}. What is committed stays; when the cause is gone, retry_skipped=True "
                 "does skipped rows again."
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchhook._features.api import IDS, LABELS, ColumnSpec, aligned_empty, shown
 from torchhook._values.elements import SATURATES
 from torchhook._values.host_copies import HostCopies
+from torchhook._words import plural
 from torchhook.errors import ExtractError
 
 NARROW = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -228,7 +229,7 @@ def check_values(slab: Slab, first_row: int, narrow: Collection[str], skip: bool
             listed = ", ".join(str(first_row + row) for row in bad[:8]) + (", …" if len(bad) > 8 else "")
             remedy = "nan='keep' stores them as they are" if value else "dtype=torch.bfloat16 has the range of float32"
             raise ExtractError(
-                f"{shown(name)!r}: {what} in {len(bad)} row{'s' * (len(bad) != 1)} ({listed}). The shard was not "
+                f"{shown(name)!r}: {what} in {len(bad)} {plural(len(bad), 'row')} ({listed}). The shard was not "
                 f"written. on_error='skip' leaves such rows out; {remedy}."
             )
         for row in bad:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchhook._features.indexing import chosen
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec
 from torchhook._features.reading import OpenShards
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import BrokenShardError, IncompleteStoreError
 
 if TYPE_CHECKING:

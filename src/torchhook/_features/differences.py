@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from torchhook._words import listed
+
 CHANGES = "(changes as it runs)"
 """Stands for a value that the model or a function changes itself: a counter, a cache. It cannot be compared."""
 OBJECT = "an object: "
@@ -44,8 +46,7 @@ def model(mine: str, theirs: str, now: Mapping[str, str], before: Mapping[str, s
         return
     names = [name for name in now if name in before and now[name] != before[name]]
     if names and now.keys() == before.keys():
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        yield f"model: other numbers in {len(names)} of {len(now)} tensors ({listed})"
+        yield f"model: other numbers in {len(names)} of {len(now)} tensors ({listed(names)})"
     else:
         yield f"model: {without_digests(mine).rstrip(' …')} in both, and not the same: other numbers or other layers"
 
@@ -105,10 +106,10 @@ def _holds(span: str, rows: Collection[int]) -> bool:
 
 def _spans(name: str, found: list[str]) -> str:
     rows = [span.replace("-", " to ") for span in found]
-    listed = ", ".join(rows[:4]) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+    told = listed(rows)
     single = len(found) == 1 and "-" not in found[0]
     verb = _VERBS.get(name, ("are", "are"))[not single]
-    return _SPANS[name].format(f"row {listed}" if single else f"rows {listed}", verb)
+    return _SPANS[name].format(f"row {told}" if single else f"rows {told}", verb)
 
 
 def without_digests(value: Any) -> Any:

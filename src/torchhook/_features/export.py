@@ -19,7 +19,7 @@ import torch
 from torchhook._features.columns import Column, as_numpy
 from torchhook._features.manifest import shown
 from torchhook._features.reading import MOST_MAPS
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.errors import ExtractError, IncompleteStoreError, require
 
 if TYPE_CHECKING:

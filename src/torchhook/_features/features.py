@@ -20,7 +20,8 @@ from torchhook._features.statistics import Statistics, statistics
 from torchhook._features.store import Store
 from torchhook._features.tokens import Tokens
 from torchhook._features.verify import Report, verify
-from torchhook._recording.tables import Table, counted, size
+from torchhook._recording.tables import Table, size
+from torchhook._words import counted
 from torchhook.errors import BrokenShardError, IncompleteStoreError, MissingRecordError, suggestion
 
 

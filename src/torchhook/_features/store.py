@@ -17,6 +17,7 @@ from torchhook._features.index import Contents, Entry
 from torchhook._features.manifest import ColumnSpec, Manifest
 from torchhook._features.reading import RangedShard
 from torchhook._features.storage import locate
+from torchhook._words import plural
 from torchhook.errors import BrokenShardError, ExtractError, StoreMismatchError
 
 _STALE_SECONDS = 600.0
@@ -124,8 +125,8 @@ class Store:
         why = own.strangeness(self.header(foreign[0], None).metadata) or "of another run"
         listed = ", ".join(map(str, foreign[:8])) + (", …" if len(foreign) > 8 else "")
         raise StoreMismatchError(
-            f"{self.url}: {'shard' if len(foreign) == 1 else 'shards'} {listed} "
-            f"{'is' if len(foreign) == 1 else 'are'} {why}. Where they were left by mistake, "
+            f"{self.url}: {plural(len(foreign), 'shard')} {listed} "
+            f"{plural(len(foreign), 'is', 'are')} {why}. Where they were left by mistake, "
             "open_features(path, incomplete=True).verify().discard() deletes them; else extract to another path, or "
             "pass resume=False to begin again there."
         )

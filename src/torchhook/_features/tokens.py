@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchhook._features.indexing import numbers, single
 from torchhook._features.manifest import shown
 from torchhook._features.permutation import Permutation
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
+from torchhook._words import counted
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torchhook._features.features import Features
 
 
-class Place(NamedTuple):
+class TokenPosition(NamedTuple):
     """Where tokens are: the numbers of their rows, and their positions in these."""
 
     rows: Any
@@ -107,7 +108,7 @@ class Tokens(Dataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
-    def where(self, index: Any) -> Place:
+    def where(self, index: Any) -> TokenPosition:
         """The row and the position of a token, or of several, by the same index as they are read."""
         one, places = self._places(index)
         shards, order = self._by_shard(places)
@@ -118,7 +119,7 @@ class Tokens(Dataset[Any]):
             row = torch.searchsorted(ends, there, right=True) - 1
             rows[mine], positions[mine] = row + shard * self._per_shard, there - ends[row]
             at += len(there)
-        return Place(int(rows[0]), int(positions[0])) if one else Place(rows, positions)
+        return TokenPosition(int(rows[0]), int(positions[0])) if one else TokenPosition(rows, positions)
 
     def _places(self, index: Any) -> tuple[bool, np.ndarray[Any, Any]]:
         name = ", ".join(self.columns)

@@ -10,8 +10,9 @@ from torchhook._features import index, manifest, shards
 from torchhook._features.index import Entry
 from torchhook._features.manifest import Manifest
 from torchhook._features.store import Store
-from torchhook._recording.tables import Table, counted, size
+from torchhook._recording.tables import Table, size
 from torchhook._recording.tensor_file import DTYPES
+from torchhook._words import counted, plural
 from torchhook.errors import BrokenShardError
 
 
@@ -50,7 +51,7 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.path}: {counted(self.shards, 'shard')}, {size(self.nbytes)}, every byte as it was written."
-        wrong = "is not as it should be" if len(self.problems) == 1 else "are not as they should be"
+        wrong = plural(len(self.problems), "is not as it should be", "are not as they should be")
         lines = [f"{self.path}: {len(self.problems)} of {counted(self.shards, 'shard')} {wrong}:"]
         lines += [f"  shard {problem.shard}: {problem.kind}. {problem.detail}" for problem in self.problems[:20]]
         if len(self.problems) > 20:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torchhook._recording.address import Site
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, digits
 from torchhook._values.elements import dtype_name
 
 Kind = Literal["op", "module", "parameter", "buffer", "input", "loss", "outside", "rank"]
@@ -108,7 +108,7 @@ class Finding:
     def table(self) -> Table:
         """The tensors around it in numbers."""
         rows = [
-            [label, "" if s.name == label else s.name, str(s.shape), dtype_name(s.dtype), *map(_number, s[3:7]), s.bad]
+            [label, "" if s.name == label else s.name, str(s.shape), dtype_name(s.dtype), *map(digits, s[3:7]), s.bad]
             for label, s in self._tensors()
         ]
         columns = ["", "", "shape", "dtype", ">min", ">max", ">mean", ">std", "holds"] if rows else []
@@ -190,10 +190,6 @@ class Finding:
 def _size(statistics: Statistics) -> float:
     """The largest finite number, without its sign."""
     return max(abs(statistics.min or 0.0), abs(statistics.max or 0.0))
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _first_bad(some: Iterable[Statistics]) -> Statistics | None:

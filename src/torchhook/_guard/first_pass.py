@@ -20,7 +20,7 @@ from torchhook._core.functional import Listener
 from torchhook._core.hooks import AtEnd, Attachable, after_call_always, before_call_first
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
-from torchhook._core.taps import Tap, as_value, listening, own_work
+from torchhook._core.taps import Tap, as_value, listeners, own_work
 from torchhook._guard.events import Location
 from torchhook._guard.findings import Finding
 from torchhook._guard.first_backward import FirstBackward
@@ -346,7 +346,7 @@ class _Exit(Tap):
             return
         call, self.count = self.count, self.count + 1
         if not (self.spared or first.blind or output is None):
-            if listening:
+            if listeners:
                 with _quietly():
                     first.note(self, call, output)
             else:

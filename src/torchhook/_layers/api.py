@@ -18,6 +18,7 @@ from torchhook._recording.address import meant, shown
 from torchhook._recording.tables import Table
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import plural
 from torchhook.errors import SelectorError, suggestion
 
 __all__ = ["COLUMNS", "Layer", "Layers", "Op", "Ops", "chosen", "layers", "numel", "ops", "seconds", "untrained"]
@@ -206,7 +207,7 @@ def _title(index: Index, whole: Layer, shown_: int) -> str:
     every = len(index.modules) - 1
     many = f"{every}" if shown_ == every else f"{shown_} of {every}"
     frozen = "" if whole.trainable == whole.parameters else f", {whole.trainable:,} of them trainable"
-    return f"{whole.type}: {many} layer{'s' * (every != 1)}, {whole.parameters:,} parameters{frozen}"
+    return f"{whole.type}: {many} {plural(every, 'layer')}, {whole.parameters:,} parameters{frozen}"
 
 
 def numel(parameter: Tensor) -> int:

@@ -13,6 +13,7 @@ from torchhook._core.session import Session
 from torchhook._recording.address import shown
 from torchhook._recording.tables import Table
 from torchhook._values import tree
+from torchhook._words import listed, plural
 
 
 class Op(NamedTuple):
@@ -34,7 +35,7 @@ class Ops(list[Op]):
 
     def table(self) -> Table:
         rows = [[shown(op.address), op.output, str(op.calls)] for op in self]
-        return Table(f"{len(rows)} operation{'s' * (len(rows) != 1)}", ["address", "output", ">calls"], rows)
+        return Table(f"{len(rows)} {plural(len(rows), 'operation')}", ["address", "output", ">calls"], rows)
 
     def __repr__(self) -> str:
         return str(self.table())
@@ -86,5 +87,4 @@ class _Shapes(Listener):
         return output
 
     def output(self, module: int, name: str) -> str:
-        first, *others = self._shapes[module, name]
-        return first if not others else f"{first} and {len(others)} more"
+        return listed(list(self._shapes[module, name]), most=1)

@@ -16,6 +16,7 @@ from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook._values import tree
 from torchhook._values.elements import readable
 from torchhook._values.subclasses import is_part
+from torchhook._words import plural
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B", "left out"]
@@ -116,16 +117,15 @@ class Diff:
             numbers = [_short(row.max_abs), _short(row.relative), _decibels(row.sqnr), _cosine(row.cosine), counted]
             rows.append([shown(row.site), *other, *numbers, row.dtype, "; ".join(notes)])
         numbered = [">max error", ">relative", ">SQNR dB", ">cosine", ">mismatches"]
-        title = f"{self.title or 'Diff'}: {len(rows)} site{'s' * (len(rows) != 1)}, {self._verdict()}"
+        title = f"{self.title or 'Diff'}: {len(rows)} {plural(len(rows), 'site')}, {self._verdict()}"
         notes = [*self.notes, *self._tolerances()]
         return Table(title, ["site", *["in B"] * names, *numbered, "dtype", ""], rows, notes)
 
     def _verdict(self) -> str:
         first, wrong = self.first, sum(not row.ok for row in self)
         counts = [(sum(row.status == status for row in self), status) for status in ("only in B", "left out")]
-        found = (
-            "all the same" if first is None else f"{wrong} differ{'s' * (wrong == 1)}, the first at {shown(first.site)}"
-        )
+        differ = plural(wrong, "differs", "differ")
+        found = "all the same" if first is None else f"{wrong} {differ}, the first at {shown(first.site)}"
         return "; ".join([found, *(f"{count} {status}" for count, status in counts if count)])
 
     def _tolerances(self) -> list[str]:

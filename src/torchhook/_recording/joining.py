@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torchhook._recording.address import Calls, Site, Which
 from torchhook._recording.steps import Pass
-from torchhook._recording.tables import counted
 from torchhook._values import tree
 from torchhook._values.heads import unpacked
+from torchhook._words import counted, plural
 
 Joined = tuple[int, Any, Pass | None]
 """The call, its value, and the pass of a generation that it was in."""
@@ -74,7 +74,7 @@ def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequ
     if any(passed is None for _, _, passed in rows):
         outside = [call for call, _, passed in rows if passed is None]
         raise ValueError(
-            f"{key}: call{'s' * (len(outside) > 1)} {_listed(outside)} passed outside of the generation. Name those "
+            f"{key}: {plural(len(outside), 'call')} {_listed(outside)} passed outside of the generation. Name those "
             f"to join: {_ranges(site, rows)}."
         )
     if len({passed.sequence for _, _, passed in rows if passed}) > 1:

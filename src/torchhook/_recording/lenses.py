@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
+from torchhook._words import counted
 from torchhook.errors import MissingRecordError, suggestion
 
 _WIDE = 8  # columns, each a token and a number: with the names of the sites, about what a wide terminal shows

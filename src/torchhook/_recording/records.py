@@ -20,6 +20,7 @@ from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
 from torchhook._values import tree
 from torchhook._values.loaded import Opaque
+from torchhook._words import listed, plural, times
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
 
 
@@ -220,7 +221,7 @@ class Recording:
         if not (found := chosen(rows, call, ran(self._rows.get(site)))):
             calls = [str(number) for number in dict.fromkeys(row[0] for row in rows)]
             what = f"call {call}" if isinstance(call, int) else f"calls {call}"
-            kept = f"kept {'is call' if len(calls) == 1 else 'are calls'} {', '.join(calls)}"
+            kept = f"kept {plural(len(calls), 'is call', 'are calls')} {', '.join(calls)}"
             raise MissingRecordError(f"{str(site)!r} has no record of {what}; {kept}.")
         return found
 
@@ -249,15 +250,14 @@ class Recording:
             records = self.records(site)
             nbytes = sum(record.nbytes for record in records)
             total += nbytes
-            shapes = list(dict.fromkeys(record.text for record in records))
-            shape = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
+            shape = listed(list(dict.fromkeys(record.text for record in records)), most=1)
             last = records[-1]
             generated = _generated(records) if self.passes else []
             rows.append([site.shown, str(len(records)), *generated, shape, last.dtype, last.device, size(nbytes)])
         of = f" of {self.model_name}" if self.model_name else ""
-        title = f"Recording{of}: {len(rows)} site{'s' * (len(rows) != 1)}, {size(total)}"
-        notes = [f"not recorded, in other threads: {shown(s)} ({_times(n)})" for s, n in self.elsewhere.items()]
-        notes += [f"recomputed in the backward pass: {shown(s)} ({_times(n)})" for s, n in self.recomputed.items()]
+        title = f"Recording{of}: {len(rows)} {plural(len(rows), 'site')}, {size(total)}"
+        notes = [f"not recorded, in other threads: {shown(s)} ({times(n)})" for s, n in self.elsewhere.items()]
+        notes += [f"recomputed in the backward pass: {shown(s)} ({times(n)})" for s, n in self.recomputed.items()]
         notes += [f"replaced: {shown(address)} ({what})" for address, what in self.replaced.items()]
         notes += [f"never ran: {shown(address)} ({cause})" for address, cause in self.missing.items()]
         notes += [f"not saved, only as text: {kind} in {_listed(sites)}" for kind, sites in self._unsaved().items()]
@@ -339,10 +339,6 @@ def _generated(records: list[Record]) -> list[str]:
     return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
 
 
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
-
-
 def _opaque(value: Any) -> Iterator[Opaque]:
     for _, leaf in tree.leaves(value):
         # A set without tensors is not opened, so that what was lost may be inside of this leaf.
@@ -351,8 +347,7 @@ def _opaque(value: Any) -> Iterator[Opaque]:
 
 
 def _listed(sites: list[Site]) -> str:
-    names = list(dict.fromkeys(site.shown for site in sites))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return listed(list(dict.fromkeys(site.shown for site in sites)))
 
 
 def _plain(site: Site) -> list[Any]:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from torchhook._recording import saving, tensor_file
 from torchhook._recording.address import meant, shown
-from torchhook._recording.tables import Table, counted, facts
+from torchhook._recording.tables import Table, facts
 from torchhook._values.running import Running, Top
 from torchhook._version import __version__
+from torchhook._words import counted
 from torchhook.errors import MissingRecordError, RecordingFileError, suggestion
 
 FORMAT = "torchhook.statistics"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchhook._recording.address import meant, shown
 from torchhook._recording.tables import Table
+from torchhook._words import plural
 from torchhook.errors import MissingRecordError, suggestion
 
 # Columns of 7 characters: with the names of the sites, about what a wide terminal shows.
@@ -104,7 +105,7 @@ class Sweep:
         rows = [[shown(site), *(_cell(cells[i][j]) for j in columns)] for i, site in enumerate(self.sites)]
         by = " by head" if self.over == "head" else ""
         kind = "0 is corrupted, 1 is clean" if scaled else "the metric itself"
-        sites = f"{len(self.sites)} site{'s' * (len(self.sites) != 1)}"
+        sites = f"{len(self.sites)} {plural(len(self.sites), 'site')}"
         how = f", estimated by {self.estimate}" if self.estimate else ""
         title = f"Sweep of {sites}{by}{how}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}; {kind}"
         return Table(title, ["site", *(f">{labels[j]}" for j in columns)], rows, notes)

@@ -99,13 +99,13 @@ def capped(text: str, width: int = _WIDEST) -> str:
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
-def counted(number: int, one: str, many: str = "") -> str:
-    """A number of things in words.
+def digits(number: float | None) -> str:
+    """A number by its first digits, and a dash where there is none.
 
-    >>> counted(1, "site"), counted(1200, "site"), counted(0, "class", "classes")
-    ('1 site', '1,200 sites', '0 classes')
+    >>> digits(0.123456), digits(None)
+    ('0.1235', '-')
     """
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+    return "-" if number is None else f"{number:.4g}"
 
 
 def count(number: float, precision: int = 2) -> str:

@@ -1,4 +1,4 @@
-"""``report``: the door."""
+"""``report``: one page of HTML about one run of a model."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torchhook._layers.api import seconds, untrained
 from torchhook._recording.tables import count, size
 from torchhook._report import inputs as shown
 from torchhook._report import pictures
-from torchhook._report.facts import Layer, Page, Picture, Times, Token, Weight
+from torchhook._report.facts import LayerFacts, Page, Picture, Times, Token, Weight
 from torchhook._report.findings import findings
 from torchhook._report.observe import View, observe
 from torchhook._report.score import Score, likely, next_token
@@ -31,6 +31,7 @@ from torchhook._values.subclasses import is_part
 from torchhook._values.targets import Goal, Labels, is_function, known_labels, name_of, torchvision_labels
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__
+from torchhook._words import listed
 from torchhook.errors import NoAttentionError, TorchHookError
 
 _LONG = 1024
@@ -143,8 +144,7 @@ def _note_parts(view: View, index: Index, notes: list[str]) -> None:
     weights = [name for name, (module, own) in index.tensors.items() if is_part(getattr(module, own))]
     names = [repr(name) for name in (*view.parts, *weights)]
     if names:
-        some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        notes.append(f"Numbers and pictures of {some} are those of this rank's part: each rank holds another.")
+        notes.append(f"Numbers and pictures of {listed(names)} are those of this rank's part: each rank holds another.")
 
 
 def _described(given: Inputs) -> str:
@@ -152,9 +152,9 @@ def _described(given: Inputs) -> str:
     return parts or "nothing"
 
 
-def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
+def _layers(index: Index) -> tuple[list[LayerFacts], dict[int, int]]:
     """The tree, and the number in it of each module's first name."""
-    layers: list[Layer] = []
+    layers: list[LayerFacts] = []
     numbers: dict[str, int] = {}
     first: dict[int, int] = {}
     for number, (path, module) in enumerate(index.modules.items()):
@@ -162,7 +162,7 @@ def _layers(index: Index) -> tuple[list[Layer], dict[int, int]]:
         numbers[path] = number
         parent = numbers[path.rpartition(".")[0]] if path else -1
         layers.append(
-            Layer(
+            LayerFacts(
                 path=path,
                 type=type(module).__name__,
                 parent=parent,
@@ -201,7 +201,7 @@ def _attention(
     model: nn.Module,
     given: Inputs,
     index: Index,
-    layers: list[Layer],
+    layers: list[LayerFacts],
     numbers_of: dict[int, int],
     view: View,
     notes: list[str],
@@ -260,7 +260,7 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
     return tokens
 
 
-def _times(layers: list[Layer], plain: float, times: dict[str, float]) -> Times:
+def _times(layers: list[LayerFacts], plain: float, times: dict[str, float]) -> Times:
     parents = {layer.parent for layer in layers}
     own = sum(x.seconds or 0.0 for i, x in enumerate(layers) if i not in parents and x.shared_with is None)
     return Times(plain, times.get(""), own)
@@ -275,7 +275,7 @@ def clock(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.2f} ms"
 
 
-def _about(model: nn.Module, layers: list[Layer], plain: float, train: bool) -> list[tuple[str, str]]:
+def _about(model: nn.Module, layers: list[LayerFacts], plain: float, train: bool) -> list[tuple[str, str]]:
     parameters = list(dict.fromkeys(model.parameters()))
     devices = dict.fromkeys(str(p.device) for p in parameters)
     dtypes = dict.fromkeys(dtype_name(p.dtype) for p in parameters)

@@ -77,7 +77,7 @@ class Weight:
 
 
 @dataclasses.dataclass
-class Layer:
+class LayerFacts:
     """One module and what passed it."""
 
     path: str
@@ -101,7 +101,7 @@ class Layer:
 
 
 @dataclasses.dataclass
-class Finding:
+class Issue:
     """One kind of trouble, and the layers that have it, each with a note."""
 
     kind: str
@@ -147,8 +147,8 @@ class Page:
     title: str
     model: str
     about: list[tuple[str, str]]
-    layers: list[Layer]
-    findings: list[Finding]
+    layers: list[LayerFacts]
+    findings: list[Issue]
     input: str
     output: str
     score: str

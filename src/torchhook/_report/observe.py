@@ -16,7 +16,7 @@ from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._report import pictures
-from torchhook._report.facts import Call, Layer
+from torchhook._report.facts import Call, LayerFacts
 from torchhook._report.layout import Layouts
 from torchhook._report.measure import numbers
 from torchhook._report.score import Score, score
@@ -53,7 +53,7 @@ def observe(
     given: Inputs,
     target: Goal,
     gradients: bool,
-    layers: list[Layer],
+    layers: list[LayerFacts],
     numbers_of: dict[int, int],
     view: View,
     notes: list[str],
@@ -88,7 +88,7 @@ def observe(
     return output, found, sums
 
 
-def _harmless(index: Index, layer: Layer) -> str:
+def _harmless(index: Index, layer: LayerFacts) -> str:
     """Why it changes nothing that a layer never ran; nothing where it may."""
     module = index.modules[layer.path]
     # By name: libraries have dropouts of their own.
@@ -110,7 +110,7 @@ def _backward(
     index: Index,
     found: Score,
     leaves: list[Tensor],
-    layers: list[Layer],
+    layers: list[LayerFacts],
     numbers_of: dict[int, int],
     notes: list[str],
 ) -> None:
@@ -167,7 +167,13 @@ class _Looker:
     """Takes the numbers and pictures of what passes one layer, on the spot: nothing of it is kept."""
 
     def __init__(
-        self, layer: Layer, module: nn.Module, view: View, layouts: Layouts, order: Iterator[int], sums: list[float]
+        self,
+        layer: LayerFacts,
+        module: nn.Module,
+        view: View,
+        layouts: Layouts,
+        order: Iterator[int],
+        sums: list[float],
     ) -> None:
         self._layer = layer
         self._module = module

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchhook._recording.tables import counted
 from torchhook._report.facts import Sprite
 from torchhook._values.layout import Layout
 from torchhook._values.subclasses import local
+from torchhook._words import counted
 from torchhook.errors import require
 
 # Written out here: only the plots import matplotlib.
@@ -103,14 +103,10 @@ def _matrix(value: Tensor, layout: Layout | None, side: int, tokens: bool) -> Sp
         down, across = "token" if tokens else "position", "channel"
         if layout.channels == 1:
             down, across = across, down
-    what = f"{_counted(rows.shape[0], down)} (down) × {_counted(rows.shape[1], across)} (across)"
+    what = f"{counted(rows.shape[0], down)} (down) × {counted(rows.shape[1], across)} (across)"
     small = _smaller(rows[None], 2 * side, 4 * side)
     small = small[:, :, : small.shape[2]]
     return Sprite(_indexed(levels(small)[0].cpu()), 1, small.shape[2], small.shape[1], ["all values"], what, "Values")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def heads(weights: Tensor, side: int, number: int = 16) -> Sprite:

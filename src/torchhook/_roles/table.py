@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from torchhook._recording.address import Site
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
+from torchhook._words import counted
 from torchhook.errors import SelectorError, suggestion
 
 

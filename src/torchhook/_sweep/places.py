@@ -12,12 +12,12 @@ from torchhook._core.index import Index
 from torchhook._core.select import Target
 from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
-from torchhook._recording.tables import counted
 from torchhook._values import tree
 from torchhook._values.call_sizes import Sizes
 from torchhook._values.heads import HeadAxis, NoPart, head_axis, refuse_other_copies
 from torchhook._values.parts import position_dim, unflattened
 from torchhook._values.tree import Inputs
+from torchhook._words import counted, plural
 from torchhook.errors import EditError, SelectorError, suggestion
 
 
@@ -204,8 +204,9 @@ def too_late(found: list[Place], passed: Sequence[int]) -> list[str]:
     if not passed or not late:
         return []
     names = ", ".join(repr(str(place.target.site)) for place in late[:3]) + (", …" if len(late) > 3 else "")
+    come = plural(len(late), "comes", "come")
     return [
-        f"{counted(len(late), 'site')} of {len(found)} come{'s' * (len(late) == 1)} after all that through= names "
+        f"{counted(len(late), 'site')} of {len(found)} {come} after all that through= names "
         f"({names}): no patch there goes through it, and the metric is the corrupted run's"
     ]
 

@@ -22,6 +22,7 @@ from torchhook._recording.records import Recording
 from torchhook._sweep.places import Cut, Patch, Place, Tokens, Whole
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import plural
 from torchhook.errors import EditError, NeverRanError
 
 Metric = Callable[[Any], "Tensor | float"]
@@ -231,8 +232,7 @@ def all_patches(
             found |= zip(chunk, values, strict=True)
             bar.update(len(values))
     if alone and not notes:
-        sites = f"{len(alone)} sites" if len(alone) > 1 else "1 site"
-        notes = [f"{sites} run one by one: {next(iter(alone.values()))}"]
+        notes = [f"{len(alone)} {plural(len(alone), 'site')} run one by one: {next(iter(alone.values()))}"]
     return [found[patch] for patch in patches], notes
 
 

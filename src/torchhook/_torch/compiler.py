@@ -1,7 +1,4 @@
-"""Torch's compiler: its private names, each with what is done where it is gone, and what is asked of it everywhere.
-
-It belongs to ``_torch``, and stands beside it because files stay short.
-"""
+"""Torch's compiler: its private names, each with what is done where it is gone, and what is asked of it everywhere."""
 
 from __future__ import annotations
 

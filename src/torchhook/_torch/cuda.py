@@ -1,7 +1,4 @@
-"""Streams by their handles: the public way to ask for the current one takes as long as to start a kernel.
-
-It belongs to ``_torch``, and stands beside it because files stay short.
-"""
+"""Streams by their handles: the public way to ask for the current one takes as long as to start a kernel."""
 
 from __future__ import annotations
 

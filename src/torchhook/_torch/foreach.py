@@ -1,4 +1,4 @@
-"""Torch's private functions over lists of tensors, as ``_torch``: where one is gone, the tensors are taken one by one.
+"""Torch's private functions over lists of tensors: where one is gone, the tensors are taken one by one.
 
 On a GPU they need one launch for many tensors; a model has hundreds of parameters, most of them small.
 """

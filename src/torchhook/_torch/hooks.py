@@ -1,7 +1,6 @@
 """Hooks of modules, put where PyTorch puts them: a capture puts on and takes off one for each site, each time.
 
-``register_forward_hook`` makes a handle with weak references, which costs more than the hook. It belongs to ``_torch``,
-and stands beside it because files stay short.
+``register_forward_hook`` makes a handle with weak references, which costs more than the hook.
 """
 
 from __future__ import annotations

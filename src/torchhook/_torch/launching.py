@@ -1,4 +1,4 @@
-"""A compiled kernel of Triton without the way that leads to it, as ``_torch``: private names stand here only.
+"""A compiled kernel of Triton without the way that leads to it.
 
 To find the kernel for its arguments, Triton takes twice as long as to launch it.
 """

@@ -1,4 +1,4 @@
-"""The private names of torch's distributed training: as ``_torch``, each with what is done where it is gone.
+"""The private names of torch's distributed training, each with what is done where it is gone.
 
 FSDP has no public way to ask for the part of a parameter that a rank keeps while all of it is put together, and who
 brings weights to a module, or a microbatch, is known from the stack alone.

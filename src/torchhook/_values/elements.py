@@ -44,6 +44,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one shape, one dtype and one device."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
 def can_cast(old: torch.dtype, new: torch.dtype) -> bool:
     """Whether numbers of one kind stay what they are in another: ``torch.can_cast``, in compiled code too.
 

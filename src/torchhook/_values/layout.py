@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchhook._words import plural
 from torchhook.errors import LayoutError
 
 KINDS = ("channels_first", "channels_last", "tokens")
@@ -65,7 +66,7 @@ class Layout:
 
     def __str__(self) -> str:
         grid = "×".join(map(str, self.grid))
-        before = f" after {self.prefix} prefix token{'s' * (self.prefix != 1)}" if self.prefix else ""
+        before = f" after {self.prefix} prefix {plural(self.prefix, 'token')}" if self.prefix else ""
         return f"{self.kind.replace('_', ' ')} {grid}{before}"
 
 
@@ -92,7 +93,7 @@ def infer(
         wanted = " ".join(([kind.replace("_", " ")] if kind else []) + ([f"on grid {tuple(grid)}"] if grid else []))
         raise LayoutError(
             f"an activation of shape {shape} cannot be read as maps{' ' + wanted if wanted else ''} for {examples} "
-            f"example{'s' * (examples != 1)} of size {'×'.join(map(str, size))}. Choose another layer=, "
+            f"{plural(examples, 'example')} of size {'×'.join(map(str, size))}. Choose another layer=, "
             "or say how it is laid out: layout='channels_first', 'channels_last' or 'tokens' with grid=(h, w), or a "
             "function that returns batch × channels × grid."
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchhook._values import tree
 from torchhook._values.wrappers import is_fake
+from torchhook._words import plural
 from torchhook.errors import TargetError
 
 Goal: TypeAlias = "int | Sequence[int] | Tensor | Callable[[Any], Tensor] | None"
@@ -102,7 +103,9 @@ def classes(goal: Goal, scores: Tensor) -> list[int]:
         )
     for i in wanted:
         if not -count <= i < count:
-            raise TargetError(f"target={i}: the model has {count} class{'es' * (count != 1)}, 0 to {count - 1}.")
+            raise TargetError(
+                f"target={i}: the model has {count} {plural(count, 'class', 'classes')}, 0 to {count - 1}."
+            )
     return [i % count for i in wanted]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchhook._values.loaded import Opaque
 from torchhook._values.nodes import OUTSIDE, Node, Walker
+from torchhook._words import plural
 
 __all__ = [
     "Inputs",
@@ -264,16 +265,17 @@ def _part(key: str, value: Any, walker: Walker) -> str:
     if several := _several(value, node):
         return f"{key} {several}" if key else several
     known, tensors_in = type(value).__name__, sum(1 for _ in _tensors(value, {}, walker))
+    held = f"{tensors_in} {plural(tensors_in, 'tensor')}"
     lists = [(k, c) for k, c in zip(node.keys, node.children, strict=True) if type(c) in (tuple, list) and c]
     if type(value) in (dict, tuple, list):
-        text = f"{known} of {_counted(tensors_in, 'tensor')}" if tensors_in else f"{known} of {len(node.children)}"
+        text = f"{known} of {held}" if tensors_in else f"{known} of {len(node.children)}"
         return f"{key}: {text}" if key else text
     # A cache keeps its tensors in one list, and counts by that: DynamicCache{layers=[…]} is a cache of 12 layers.
     noun = re.findall("[A-Z]+[a-z0-9]*|[a-z0-9]+", known)[-1].lower() if known.isascii() and known.isalnum() else known
     if len(lists) == 1 and not lists[0][0].isdigit():
         word, count = lists[0][0], len(lists[0][1])
         return f"{noun} of {count} {word}" if count != 1 else f"{noun} of 1 {word.removesuffix('s')}"
-    return f"{noun} of {_counted(tensors_in, 'tensor')}"
+    return f"{noun} of {held}"
 
 
 def _several(value: Any, node: Node) -> str:
@@ -283,10 +285,6 @@ def _several(value: Any, node: Node) -> str:
     texts = {_described(child, node.below) for child in node.children}
     text = texts.pop()
     return "" if texts or len(text) > _WIDE // 2 else f"{len(node.children)} × {text}"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _described_leaf(value: Any) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torchhook._recording.address import shown
 from torchhook._recording.tables import facts
 from torchhook._watch.units import Living
+from torchhook._words import plural
 from torchhook.errors import TrainingWarning, warn
 
 # Some weights are initialized at zero (the second matrix of LoRA, the last layer of a residual branch). While the
@@ -225,7 +226,7 @@ def _blocked(sites: list[str]) -> str:
     if not sites:
         return ""
     told = ", ".join(map(repr, sites[:8])) + (", …" if len(sites) > 8 else "")
-    what = "1 gradient is" if len(sites) == 1 else f"{len(sites)} gradients are"
+    what = f"{len(sites)} {plural(len(sites), 'gradient is', 'gradients are')}"
     return f" In the last of them, {what} exactly 0: {told}."
 
 
@@ -250,5 +251,5 @@ def _compare(site: str, norms: Mapping[str, float]) -> tuple[str, str]:
         return "Its norm is 0, and there is no other to compare it with", _LOOK_AT_THE_LOSS
     if not unknown:
         return f"Its norm is 0, and so are those of all {len(norms)} that are compared", _LOOK_AT_THE_LOSS
-    bad = "1 is" if unknown == 1 else f"{unknown} are"
+    bad = f"{unknown} {plural(unknown, 'is', 'are')}"
     return f"Its norm is 0; of the {len(norms)} that are compared, {bad} not finite and the rest 0", _LOOK_AT_THE_LOSS

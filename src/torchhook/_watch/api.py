@@ -19,7 +19,7 @@ from torchhook._core.openable import Openable
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session, Threads
 from torchhook._recording.address import Site
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
 from torchhook._watch.alarms import Alarm, Alarms
 from torchhook._watch.callbacks import WatchedFit
 from torchhook._watch.engine import Engine
@@ -27,6 +27,7 @@ from torchhook._watch.sinks import sinks
 from torchhook._watch.snapshot import Snapshot
 from torchhook._watch.statistics import DEFAULT, STATISTICS
 from torchhook._watch.watched import Watched
+from torchhook._words import counted, plural
 from torchhook.errors import NeverRanWarning, SessionError, suggestion, warn
 
 __all__ = ["Alarm", "Alarms", "Snapshot", "Watch", "watch"]
@@ -257,7 +258,7 @@ class Watch(Openable):
         if silent:
             lines = [f"  {site.shown!r}: {engine.missing.get(site, '')}" for site in silent[:10]]
             more = [f"  … and {len(silent) - 10} more"] if len(silent) > 10 else []
-            what = "1 watched site" if len(silent) == 1 else f"{len(silent)} watched sites"
+            what = f"{len(silent)} watched {plural(len(silent), 'site')}"
             warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
 
     def __del__(self) -> None:

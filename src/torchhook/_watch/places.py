@@ -53,7 +53,7 @@ class Arrangement:
         return {*range(len(self.looked)), *range(-len(self.sized), 0)}
 
 
-class Place:
+class KnownRow:
     """One row, and what a tensor has to be like to go there."""
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Places:
 
     def __init__(self) -> None:
         self._known: list[Any] = []
-        """A ``Place`` for each turn, or none where nothing of its own was shown."""
+        """A ``KnownRow`` for each turn, or none where nothing of its own was shown."""
 
     def fill(self, by_device: Mapping[Any, Rows], tensor: Tensor, unit: int | None, turn: int) -> Row | None:
         """Look at a tensor like those before, as ``Rows.again`` does; ``None`` where it is not."""
@@ -96,33 +96,33 @@ class Places:
         if rows is None:
             return None
         try:
-            place = self._known[turn]
+            known = self._known[turn]
             fits = (
-                place is not None
-                and place.of is rows.arrangement
-                and tensor.shape == place.shape
-                and tensor.dtype is place.dtype
-                and tensor.stride() == place.stride
-                and unit == place.unit
+                known is not None
+                and known.of is rows.arrangement
+                and tensor.shape == known.shape
+                and tensor.dtype is known.dtype
+                and tensor.stride() == known.stride
+                and unit == known.unit
                 and not tensor.is_neg()
                 and (pointer := tensor.data_ptr()) != 0  # memory that was given back has no address
-                and place.aligned is (pointer % 16 == 0)
+                and known.aligned is (pointer % 16 == 0)
             )
             if fits:
-                rows.free.remove(place.key)
+                rows.free.remove(known.key)
         except RuntimeError:  # wrappers have no memory, and other layouts no strides
             return None
         except LookupError:  # not known yet, or another thread was here
             fits = False
         if not fits:
             return self._take(rows, tensor, unit, turn)
-        slots = (rows.first_norm if place.key < 0 else rows.first_slot) + place.slots
-        live = slots if place.live < 0 else rows.first_flag + place.live
+        slots = (rows.first_norm if known.key < 0 else rows.first_slot) + known.slots
+        live = slots if known.live < 0 else rows.first_flag + known.live
         if rows.is_alone:
-            place.launch(place.programs, pointer, slots, live)
+            known.launch(known.programs, pointer, slots, live)
         else:
-            rows.run(place.launch, place.programs, pointer, slots, live)
-        row: Row = place.row
+            rows.run(known.launch, known.programs, pointer, slots, live)
+        row: Row = known.row
         return row
 
     def _take(self, rows: Rows, tensor: Tensor, unit: int | None, turn: int) -> Row | None:
@@ -130,5 +130,5 @@ class Places:
         if row is not None and rows.is_arranging:
             known = self._known
             known.extend([None] * (turn + 1 - len(known)))
-            known[turn] = rows.place(row, tensor, unit)
+            known[turn] = rows.known_row(row, tensor, unit)
         return row

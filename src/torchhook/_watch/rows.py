@@ -20,7 +20,7 @@ from torchhook import _torch
 from torchhook._torch import launching
 from torchhook._values.elements import flatten
 from torchhook._values.subclasses import local
-from torchhook._watch.places import Arrangement, Place
+from torchhook._watch.places import Arrangement, KnownRow
 from torchhook._watch.places import Row as Row
 from torchhook._watch.plans import Plan, Plans, flat_layout, unit_layout
 from torchhook._watch.tables import merged, merged_norms
@@ -92,10 +92,10 @@ class Rows:
             arrangement.looked, arrangement.sized, arrangement.room = self.looked, self.sized, self.room
         return self.arrangement if self._is_like_before else None
 
-    def place(self, row: Row, tensor: Tensor, unit: int | None) -> Place:
+    def known_row(self, row: Row, tensor: Tensor, unit: int | None) -> KnownRow:
         """Where a tensor like one that was just looked at goes in the next steps."""
         buffer = self._norms if unit == NORM else self._whole
-        return Place(self.arrangement, row, tensor, unit, self._plan(tensor, unit), buffer.bytes_each)
+        return KnownRow(self.arrangement, row, tensor, unit, self._plan(tensor, unit), buffer.bytes_each)
 
     def norm(self, tensor: Tensor) -> Row:
         """Look at a tensor's size only."""

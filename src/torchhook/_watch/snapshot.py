@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torchhook._recording.address import shown
-from torchhook._recording.tables import Table, counted
+from torchhook._recording.tables import Table
 from torchhook._watch.statistics import STATISTICS
+from torchhook._words import counted
 
 
 class Snapshot(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchhook._core.sharding import Home
 from torchhook._torch import foreach
-from torchhook._values.elements import UNREADABLE, measurable
+from torchhook._values.elements import UNREADABLE, is_alike, measurable
 from torchhook._values.moments import distance
 from torchhook._values.subclasses import local
 from torchhook._watch.ledger import Key, Ledger, Several
@@ -66,7 +66,7 @@ class Weights:
         again: dict[str, Tensor] = {}
         for site, parameter in self._now.items():
             value, copy = local(parameter.detach()), self._copies.get(site)
-            if copy is None or not _alike(copy, value):
+            if copy is None or not is_alike(copy, value):
                 self._copies[site] = value.clone()
             elif type(value) is Tensor:
                 again[site] = value
@@ -92,7 +92,7 @@ class Weights:
             if copy is None or copy.shape != value.shape or copy.device != value.device:
                 continue
             norms[site] = None
-            if _goes_together(parameter) and _alike(copy, value):
+            if _goes_together(parameter) and is_alike(copy, value):
                 together[site] = value
             else:
                 norms[site] = ledger.note(distance(value, copy) if measurable(value) else part_norm(value))
@@ -141,10 +141,6 @@ class _Same:
 def _goes_together(tensor: Tensor) -> bool:
     """Whether one launch for many tensors is the fastest way. A CPU has no launches, and more exact ways to a norm."""
     return tensor.is_cuda and type(tensor) in _PLAIN and tensor.dtype in _FULL
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def _alike_groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:

@@ -15,6 +15,7 @@ from torchhook._values import parts
 from torchhook._values.choices import Along, Which, choice
 from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
 from torchhook._values.parts import Part
+from torchhook._words import plural
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
@@ -209,7 +210,7 @@ def _never_came(steps: int | slice | list[int], seen: set[int]) -> str:
         ends = ":".join("" if end is None else str(end) for end in (steps.start, steps.stop))
         return "" if any(_is_chosen(steps, step) for step in seen) else f"steps {ends}"
     left = [step for step in (steps if isinstance(steps, list) else [steps]) if step not in seen]
-    return f"step{'s' * (len(left) > 1)} {', '.join(map(str, left))}" if left else ""
+    return f"{plural(len(left), 'step')} {', '.join(map(str, left))}" if left else ""
 
 
 def _is_chosen(steps: int | slice | list[int], step: int) -> bool:

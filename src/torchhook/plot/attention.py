@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from torchhook._recording.tables import counted
 from torchhook._values.images import pixels
 from torchhook._values.layout import guess, over_image
+from torchhook._words import counted
 from torchhook.plot import style
 from torchhook.plot.overlay import draw
 from torchhook.plot.values import Array, Source, Value, chosen, flaws, limits, number, one

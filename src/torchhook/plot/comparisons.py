@@ -8,7 +8,7 @@ from typing import Any
 
 from torchhook._recording.differences import Diff
 from torchhook._recording.sweeps import Sweep
-from torchhook._recording.tables import counted
+from torchhook._words import counted, plural
 from torchhook.errors import require
 from torchhook.plot import style
 from torchhook.plot.values import limits
@@ -128,7 +128,7 @@ def sweep(
     style.names(ax, [site or "(model)" for site in result.sites], "y")
     style.colorbar(ax, image, "0 corrupted, 1 clean" if share else "metric")
     if title is None:
-        sites = f"Patching {len(result.sites)} site{'s' * (len(result.sites) != 1)}"
+        sites = f"Patching {len(result.sites)} {plural(len(result.sites), 'site')}"
         title = f"{sites}: clean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
         if normalized and not share:
             title = f"{sites}: clean and corrupted are both {result.clean:.4g}, nothing to bring back"

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from torchhook._recording.tables import counted
 from torchhook._values.finite import finite
 from torchhook._values.histograms import histogram as count
 from torchhook._values.histograms import with_room_for
 from torchhook._values.statistics import summary
+from torchhook._words import counted
 from torchhook.plot import style
 from torchhook.plot.values import Array, Source, Value, flaws, limits, values
 

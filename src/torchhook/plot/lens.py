@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchhook._recording.lenses import Lens
-from torchhook._recording.tables import counted
+from torchhook._words import counted
 from torchhook.plot import style
 
 

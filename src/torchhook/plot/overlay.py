@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchhook._recording.tables import counted
 from torchhook._values.images import pixels
+from torchhook._words import counted
 from torchhook.plot import style
 from torchhook.plot.values import Array, flaws, limits
 

@@ -18,6 +18,7 @@ from torchhook._values.elements import dense, readable
 from torchhook._values.finite import finite
 from torchhook._values.histograms import inner_range, with_room
 from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch
+from torchhook._words import plural
 from torchhook.errors import MissingRecordError
 
 Source: TypeAlias = "Recording | Tensor | NDArray[Any] | Mapping[str, Any]"
@@ -137,7 +138,7 @@ def _batch(value: Value, sample: int, kind: str | None) -> tuple[Tensor, int]:
 
 def _left_out(layout: Layout) -> str:
     if layout.prefix:
-        return f"{layout.prefix} prefix token{'s' * (layout.prefix != 1)} left out"
+        return f"{layout.prefix} prefix {plural(layout.prefix, 'token')} left out"
     if len(layout.grid) > 2:
         return f"slice {layout.grid[-3] // 2} of {layout.grid[-3]}"
     return ""
