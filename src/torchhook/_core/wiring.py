@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from torchhook._core import naming, offload
 from torchhook._core.calling import parameter_names
-from torchhook._core.functional import Listener, SiteListener
+from torchhook._core.functional import Listener
 from torchhook._core.generators import generators
 from torchhook._core.gradients import (
     Aliases,
@@ -28,6 +28,7 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
+from torchhook._core.site_operations import SiteListener
 from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap, forget_passed
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
-from torchhook._core.functional import SiteListener
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.select import resolve
 from torchhook._core.session import Session
+from torchhook._core.site_operations import SiteListener
 from torchhook._recording.address import Site
 from torchhook._roles.claims import Claim, Runs, Values
 from torchhook._roles.probe import runs
