@@ -5,7 +5,7 @@ folder=$1
 here=$(dirname "$0")
 ${PYTHON:-python3} -m venv "$folder"
 # torch goes first and pinned: unpinned, some peer would choose a build.
-pinned=$(grep '^torch' "$here/../constraints.txt")
+pinned=$(grep -E '^torch(vision)?==' "$here/../constraints.txt")
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check $pinned
 grep -v '^#' "$here/peers.txt" | while read -r peer; do
     "$folder/bin/python" -m pip install --quiet --disable-pip-version-check $pinned "$peer" || echo "not installed: $peer"
