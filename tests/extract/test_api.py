@@ -307,10 +307,10 @@ def test_a_transform_may_be_keyed_by_any_selector(tmp_path, truth):
     assert [calls[site].shape[1] for site in calls] == [2, 2, 8]
     with pytest.raises(ExtractError, match=r"'\*' and <class '.*Linear'> all mean 'first'"):
         do(tmp_path / "two", transform={"*": narrow, nn.Linear: wide})
-    with pytest.raises(ExtractError, match=r"transform\['head'\]: no such site is extracted. There are: 'first'"):
+    with pytest.raises(ExtractError, match=r"transform\['head'\]: no such site is kept. There are: 'first'"):
         do(tmp_path / "other", transform={"head": narrow})
     for wrong in ("mean", {"first": "mean"}):
-        with pytest.raises(TypeError, match=r"transform.*: a transform is a function of the value, found str"):
+        with pytest.raises(TypeError, match=r"transform.* must be callable, found str"):
             do(tmp_path / "wrong", transform=wrong)
 
 
