@@ -168,7 +168,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
         timed = request.any_cut and before is None
         code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
-    code = model_code.steady(code, _code(request, forward))
+        code = model_code.steady(code, _code(request, forward))  # as long as it shows what the run has changed
     identity = Identity(code, of_data(source, ids, request.labels, request.lengths), device.type)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)
