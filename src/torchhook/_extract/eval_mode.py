@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchhook._core import calling
-from torchhook._core.hooks import Turn
+from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.offload import has_offloaded
 from torchhook._values import devices
 from torchhook.errors import ExtractError
@@ -29,6 +29,8 @@ class _Moved:
     home: torch.device
     moves: bool
     aside: calling.SetAside
+    give_back: AtEnd
+    """Gives the model what was set aside, also where an interrupt comes meanwhile."""
     users: int = 0
 
 
@@ -76,7 +78,8 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     if known is None:
         # A model on several devices stays where it is: it knows how its parts belong together.
         moves = there != home and len(homes) == 1 and not offloaded
-        known = _Moved(there, home, moves, calling.SetAside(calling.all_modules(model)))
+        aside = calling.SetAside(calling.all_modules(model))
+        known = _Moved(there, home, moves, aside, AtEnd(aside.give_back))
         _models[id(model)] = known
     elif device is not None and there != known.there:
         raise ExtractError(f"another thread extracts from this model on {known.there}: it cannot be on {there} too.")
@@ -93,7 +96,7 @@ def _leave(model: nn.Module, moved: _Moved) -> None:
             model.to(moved.home)
     finally:
         # After the move, which makes new buffers: the model gets back the very objects that it had.
-        moved.aside.give_back()
+        moved.give_back()
 
 
 @contextlib.contextmanager
