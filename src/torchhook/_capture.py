@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchhook._core import calling
+from torchhook._core import calling, per_site
 from torchhook._core.index import Index, unwrapped
 from torchhook._core.keep import Keep
+from torchhook._core.per_site import Transforms
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
 from torchhook._core.select import Selector, Target, resolve
@@ -20,7 +21,7 @@ from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
 from torchhook.edits.adapting import no_dict
-from torchhook.transforms import Transform, compose
+from torchhook.transforms import compose
 
 Edits = Mapping[Any, Any]
 Gather = Literal["local", "full"]
@@ -34,7 +35,7 @@ def capture(
     keep: str = "copy",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    transform: Transform | None = None,
+    transform: Transforms = None,
     max_records: int | None = None,
     stop: bool = False,
     edit: Edits | None = None,
@@ -70,6 +71,8 @@ def capture(
             wait.
         dtype: Floating-point tensors are cast to this; by default they stay as they are.
         transform: Changes what is kept, not what the model computes: one of ``transforms``, or any function of a value.
+            Or a mapping from selectors to these: of two that mean a site its own address counts, and what none means
+            is kept whole.
         max_records: How many records of each site to keep, the newest; by default all.
         stop: Whether to leave the block, or the pass that ``session.run`` calls, when every site has been seen.
         edit: Changes values on their way, as ``th.edit`` does.
@@ -85,12 +88,13 @@ def capture(
     changes = _resolved(session.index, edit or {})
     if gather not in ("local", "full"):
         raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
-    together = None
+    own, together = per_site.by_target(transform, session.index, targets, port), None
     if gather == "full":
         together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
         whole = _Gathered(together)
-        transform = whole if transform is None else compose(whole, transform)
-    keeper = Keep(keep, device=device, dtype=dtype, transform=transform)
+        made = {id(one): whole if one is None else compose(whole, one) for one in own}
+        own = [made[id(one)] for one in own]
+    keeper = Keep(keep, device=device, dtype=dtype, transform=per_site.chosen(targets, own))
 
     def build(session: Session) -> None:
         for target, change in changes:
@@ -165,7 +169,7 @@ def run(
     keep: str = "copy",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    transform: Transform | None = None,
+    transform: Transforms = None,
     stop: bool = False,
     kwargs: dict[str, Any] | None = None,
     **model_kwargs: Any,

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
-from torchhook._extract.api import Drop, Part, Passes, Transforms, evaluating_on, random_numbers_kept
+from torchhook._extract.api import Drop, Part, Passes, evaluating_on, random_numbers_kept
 from torchhook._features.api import check_options
 from torchhook._recording.statistics import Options, SiteStatistics, Statistics
 from torchhook._values.quantiles import RESOLUTION

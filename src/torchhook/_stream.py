@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
-from torchhook._extract.api import Drop, Part, Passes, Transforms, evaluating_on
+from torchhook._extract.api import Drop, Part, Passes, evaluating_on
 from torchhook._features.api import shown
 from torchhook._recording.tables import Table
 from torchhook._values import devices

@@ -213,6 +213,23 @@ def test_both_ways_of_hooking_take_the_same_arguments(model: Model, attach: bool
         th.FeatureLayers(model, [], attach=attach, transform=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_transform_may_be_given_for_each_layer_by_selectors(model: Model, attach: bool) -> None:
+    bare = Bare(model).seen
+    double = transforms.cast(torch.float64)
+    made = th.FeatureExtractor(model, ["block.fc", "block.halves"], attach=attach, transform={nn.Linear: double})
+    found = made(X)
+    assert same(found["block.fc"], bare["block.fc"].double())
+    assert same(found["block.halves"], bare["block.halves"])
+    with pytest.raises(SelectorError, match=r"transform\['block.fx'\]: no such site is kept. Closest: 'block.fc'"):
+        th.FeatureLayers(model, ["block.fc"], attach=attach, transform={"block.fx": double})
+
+
+def test_attached_hooks_have_one_transform_for_all_calls_of_a_layer(model: Model) -> None:
+    with pytest.raises(SelectorError, match=r"'block.fc#1': with attach=True all calls of a site have one transform"):
+        th.FeatureLayers(model, ["block.fc#0", "block.fc#1"], attach=True, transform={"block.fc#1": torch.abs})
+
+
 @pytest.mark.parametrize("site", ["block/relu", "block.fc/dropout"])
 @pytest.mark.parametrize("attach", [False, True])
 @pytest.mark.filterwarnings("ignore::torchhook.errors.NeverRanWarning")

@@ -128,6 +128,17 @@ def test_an_output_transform_changes_what_is_kept(net: Net, x: Tensor) -> None:
     assert not manager.get("head.0")[0].requires_grad
 
 
+def test_an_output_transform_may_be_given_for_each_layer_by_selectors(net: Net, x: Tensor) -> None:
+    expected, manager = net.fc1(x).detach().clone(), th.HookManager(net)
+    manager.add(["fc1", "head.0"], output_transform={nn.Linear: lambda t: t[:, :1].detach(), "fc1": None}, inputs=True)
+    net(x)
+    assert torch.equal(manager.get("fc1")[0], expected)
+    assert torch.equal(manager.get("head.0")[0], net.head[0](torch.relu(expected))[:, :1])
+    assert torch.equal(manager.get("head.0:input")[0], torch.relu(expected))
+    with pytest.raises(SelectorError, match=r"'output_transform'\['fc2'\]: no such site is kept. Closest: 'fc1'"):
+        th.HookManager(net).add("fc1", output_transform={"fc2": torch.abs})
+
+
 def test_structured_outputs_are_kept_whole() -> None:
     model = nn.Sequential(nn.LSTM(3, 4))
     manager = th.HookManager(model)

@@ -1015,3 +1015,19 @@ def test_the_training_flags_and_gradients_are_the_models_own(model: Model, x: Te
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(g, v) for g, v in zip(grads, values, strict=True))
     assert [m.training for m in model.modules()] == flags
+
+
+def test_a_session_says_whether_it_is_open_as_guards_and_watches_do(model: Model, x: Tensor) -> None:
+    session = th.capture(model, "a")
+    seen = [session.is_open]
+    with session:
+        seen.append(session.is_open)
+        model(x)
+    seen.append(session.is_open)
+    session.open()
+    seen.append(session.is_open)
+    model(x)
+    session.close()
+    seen.append(session.is_open)
+    assert seen == [False, True, False, True, False]
+    assert not hasattr(th.types.Recording, "is_open")  # it is no life that a recording has

@@ -16,6 +16,8 @@ from torchhook._extract import eval_mode
 from torchhook._extract.api import extract
 from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
 from torchhook._features.api import open_features
+from torchhook._statistics import statistics
+from torchhook._stream import stream
 from torchhook.errors import ExtractError
 
 E = functools.partial(extract, progress=False)
@@ -106,8 +108,10 @@ def test_a_model_in_use_stays_where_it_is_and_is_let_go(tmp_path):
 class Movable(nn.BatchNorm1d):
     """Its buffers are other ones after each move, as with a GPU."""
 
+    where = torch.device("cpu")
+
     def to(self, device):
-        self.where = torch.device(device)
+        type(self).where = torch.device(device)  # not its own attribute, which would be put back
         for name, buffer in list(self._buffers.items()):
             self._buffers[name] = buffer.clone()
         return self
@@ -139,3 +143,84 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     with pytest.raises(ZeroDivisionError), random_numbers_kept():
         torch.rand(1 // int(torch.rand(5)[0] < 0))
     assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+
+
+class Restless(nn.Module):
+    """Changes all that a forward pass can: an attribute, a cache, a list, a buffer, random numbers, its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls, self.seen, self.sizes = nn.Linear(3, 4), 0, [], {}
+        self.plain = torch.zeros(2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.sizes.setdefault(x.shape[1], torch.arange(x.shape[1]))
+        self.cache = x.sum()
+        self.plain += 1
+        self.count += 1
+        with torch.enable_grad():
+            nn.functional.linear(x + torch.rand(()), self.fc.weight, self.fc.bias).sum().backward()
+        return self.fc(x)
+
+
+def state_of(model):
+    grad = model.fc.weight.grad
+    return {
+        "calls": model.calls,
+        "seen": list(model.seen),
+        "sizes": dict(model.sizes),
+        "cache": hasattr(model, "cache"),
+        "plain": (id(model.plain), model.plain.tolist()),
+        "count": (id(model.count), model.count.tolist()),
+        "gradients": (id(grad), None if grad is None else grad.tolist(), model.fc.bias.grad),
+        "random numbers": torch.get_rng_state().tolist(),
+        "modes": [module.training for module in model.modules()],
+    }
+
+
+def streamed(model, tmp_path):
+    for _ in stream(model, X, "fc", buffer=16, batch=8):
+        yield  # whenever a batch is handed out
+
+
+def extracted(model, tmp_path):
+    yield E(model, X, "fc", tmp_path, batch_size=8)
+
+
+def measured(model, tmp_path):
+    yield statistics(model, X, "fc", batch_size=8)
+
+
+@pytest.mark.parametrize("way", [extracted, streamed, measured])
+def test_a_model_is_left_as_it_was(tmp_path, way):
+    model = Restless()
+    model.fc.weight.grad = torch.full((4, 3), 5.0)
+    before = state_of(model)
+    for _ in way(model, tmp_path):
+        assert state_of(model) == before
+    assert state_of(model) == before
+
+
+def test_a_model_is_left_as_it_was_where_it_fails(tmp_path):
+    model = Restless()
+    before = state_of(model)
+    with pytest.raises(ZeroDivisionError), evaluating_on(model, None):
+        torch.ones(1 // int(model(X).isnan().any()))
+    torch.set_rng_state(torch.tensor(before["random numbers"], dtype=torch.uint8))  # they are another's business
+    assert state_of(model) == before
+
+
+def test_the_last_of_several_threads_gives_a_model_back():
+    model = Restless()
+    before = state_of(model) | {"random numbers": None}
+    first, second = evaluating_on(model, None), evaluating_on(model, None)
+    first.__enter__()
+    second.__enter__()
+    model(X)
+    first.__exit__(None, None, None)
+    assert model.calls == 1
+    second.__exit__(None, None, None)
+    assert state_of(model) | {"random numbers": None} == before

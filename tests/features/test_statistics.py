@@ -13,6 +13,7 @@ import torchhook as th
 from tests.language_models import small_llama
 from torchhook import transforms
 from torchhook.errors import ExtractError
+from torchhook.types import SiteStatistics
 
 # No two rows begin with the same token: its values would be the largest of both.
 IDS = torch.tensor([[1, 11, 12, 13, 2, 0], [41, 21, 22, 2, 0, 0], [42, 31, 1, 33, 34, 2], [43, 9, 8, 7, 6, 2]])
@@ -128,3 +129,36 @@ def test_rows_of_numbers_have_one_channel(tmp_path: Path) -> None:
     )
     found = store.statistics("0", top=1)
     assert (found.mean.tolist(), found.top_rows.tolist(), found.top_positions.tolist()) == ([2.0], [[1]], [[0]])
+
+
+def test_a_store_gives_what_is_given_of_a_model(tmp_path: Path) -> None:
+    """The same class, with every number that it can tell: all computed by hand here."""
+    x = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    store = th.extract(nn.Sequential(nn.Identity()), x, "0", tmp_path, progress=False)
+    found = store.statistics("0", covariance=True, quantiles=[0.5], top=2)
+    assert isinstance(found, SiteStatistics)
+    assert repr(found) == "<statistics of 50 values, 3 numbers of each kind>"
+    y = x.double()
+    best = y.topk(2, dim=0)
+    assert found.count == 50
+    assert found.rank_error == 0
+    for one, other in [
+        (found.mean, y.mean(0)),
+        (found.variance, y.var(0)),
+        (found.std, y.std(0)),
+        (found.kurtosis, (y - y.mean(0)).pow(4).mean(0) / y.var(0, unbiased=False).square()),
+        (found.covariance, y.T.cov()),
+        (found.quantiles[0.5], y.quantile(0.5, dim=0)),
+        (found.quantile(0.25), y.quantile(0.25, dim=0)),
+        (found.top_values, best.values.T),
+    ]:
+        torch.testing.assert_close(one, other, check_dtype=False)
+    assert torch.equal(found.min, x.amin(0))
+    assert torch.equal(found.max, x.amax(0))
+    assert torch.equal(found.absmax, x.abs().amax(0))
+    assert torch.equal(found.top_rows, best.indices.T)
+    assert found.top_positions.unique().tolist() == [0]
+    plain = store.statistics("0")
+    assert (plain.covariance, plain.quantiles, plain.top_rows, plain.top_values) == (None, {}, None, None)
+    with pytest.raises(ValueError, match="no quantiles are known: say quantiles="):
+        plain.quantile(0.5)

@@ -294,3 +294,17 @@ def test_a_document_that_makes_no_sense_is_one_clear_error(tmp_path: Path, docum
 def test_a_version_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RecordingFileError, match="cannot be understood: ValueError"):
         saving.load(written(tmp_path / "a", version="one"))
+
+
+def test_what_was_replaced_while_it_was_recorded_is_still_said_after_a_file(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    with pytest.warns(th.errors.NeverRanWarning, match="replaced"), th.capture(model, "0", "1") as rec:
+        model(torch.ones(1, 2))
+        model[0] = torch.nn.Linear(2, 2)
+        model(torch.ones(1, 2))
+    assert list(rec.replaced) == ["0"]
+    loaded = th.load(rec.save(tmp_path / "a"))
+    assert loaded.replaced == rec.replaced
+    assert "replaced: 0 (" in str(loaded)
+    loaded.save(tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.roles_models import build
 from torchhook._roles import attention, blocks, find, proof
-from torchhook.errors import SelectorError
+from torchhook.errors import MissingRecordError, SelectorError
+from torchhook.types import Roles, Site
 
 IDS = torch.tensor([[5, 9, 33, 21, 60, 7], [8, 2, 13, 44, 50, 31]])
 
@@ -111,3 +112,16 @@ def test_one_name_is_not_called_names() -> None:
     assert str(th.roles(nn.Sequential(Block(), Block()), table={"@mine": "0.ff"})).startswith(
         "Roles of Sequential: 1 name\n"
     )
+
+
+def test_names_are_got_as_from_any_mapping_and_missing_ones_come_with_what_is_near() -> None:
+    found = Roles({"resid_post.0": Site("h.0")}, {"pattern.2": "nobody makes one"}, "Net")
+    assert found.get("@resid_post.0") == found.get("resid_post.0") == "h.0"
+    nothing: list[Any] = [found.get("@pattern.2"), found.get("@resid_post.7")]
+    assert nothing == [None, None]
+    assert found.get("@pattern.2", "else") == "else"
+    with pytest.raises(SelectorError, match=r"'@pattern.2' is not known to be anywhere in this model: nobody makes"):
+        found["@pattern.2"]
+    with pytest.raises(MissingRecordError, match=r"^no role '@resid_pots.0'. Closest: '@resid_post.0'.$") as error:
+        found["resid_pots.0"]
+    assert isinstance(error.value, KeyError)

@@ -27,7 +27,7 @@ from torchhook._torch import compiler
 from torchhook._torch.hooks import Undo, put_after, put_before
 from torchhook._values import tree
 from torchhook._values.heads import UNKNOWN, KnownHeads
-from torchhook.errors import EditError, SessionError
+from torchhook.errors import EditError, SelectorError, SessionError
 from torchhook.transforms import Transform
 
 
@@ -63,7 +63,7 @@ class Attached:
         changes: list[tuple[Target, edits.Edit]],
         attachment: hooks.Attachment,
         index: Index,
-        transform: Transform | None = None,
+        own: list[Transform | None],
         stop: bool = False,
     ) -> None:
         # Numbers: compiled code knows no sites.
@@ -81,10 +81,17 @@ class Attached:
         made: dict[tuple[int, str | None, str], tuple[nn.Module, _StaticTap]] = {}
         for target, change in changes:
             self._tap(made, target).changes.append(edits.placed(change, target.site, heads_at(index, target)))
-        for feature in wanted:
+        known: dict[int, Transform | None] = {}
+        for feature, transform in zip(wanted, own, strict=True):
+            tap = self._tap(made, feature.target)
+            if known.setdefault(id(tap), transform) is not transform:
+                raise SelectorError(
+                    f"{feature.path!r}: with attach=True all calls of a site have one transform, since compiled code "
+                    "counts none. Give them the same one, or leave out attach=True."
+                )
             check = units.checked(feature.target.site) if units else None
-            own = transforms.placed(transform, _told(index, feature.target, transform))
-            self._tap(made, feature.target).keep(self._needed, own, self._scope, check, ends)
+            placed = transforms.placed(transform, _told(index, feature.target, transform))
+            tap.keep(self._needed, placed, self._scope, check, ends)
         for module, tap in made.values():
             if tap.op is None:
                 attachment.attach(tap, module)

@@ -24,10 +24,10 @@ from torchhook._classic.facade import check_model
 from torchhook._classic.feature_list import FeatureList
 from torchhook._classic.featured import Featured, Named
 from torchhook._core.index import Index
+from torchhook._core.per_site import Transforms
 from torchhook._layers.api import layers
 from torchhook._torch import compiler
 from torchhook.errors import ArgumentError, SelectorError
-from torchhook.transforms import Transform
 
 
 class FeatureLayers(Featured):
@@ -43,7 +43,7 @@ class FeatureLayers(Featured):
         model: called as it is; values stay on its graph, and are true also where the next layer works in place.
         feature_layer_paths: names of layers, or any address or glob: ``"features.6"``, ``"layer*"``, ``"fc:input"``.
         attach: keep the hooks on the model for as long as this object lives, as compilers need.
-        transform: changes what is returned of each layer, as in ``th.capture``.
+        transform: changes what is returned of each layer, as in ``th.capture``: one for all, or a mapping by selectors.
         edit: changes values on their way, as ``th.edit`` does.
         caches: ``False`` leaves key-value caches out of the features and the output, and returns plain containers.
     """
@@ -54,7 +54,7 @@ class FeatureLayers(Featured):
         feature_layer_paths: Iterable[str],
         *,
         attach: bool = False,
-        transform: Transform | None = None,
+        transform: Transforms = None,
         edit: Mapping[Any, Any] | None = None,
         caches: bool = True,
     ) -> None:
@@ -79,7 +79,7 @@ class FeatureLayer(Featured):
         feature_layer_path: str,
         *,
         attach: bool = False,
-        transform: Transform | None = None,
+        transform: Transforms = None,
         edit: Mapping[Any, Any] | None = None,
         caches: bool = True,
     ) -> None:
@@ -111,7 +111,7 @@ class FeatureExtractor(Featured):
         layer_names: Iterable[str],
         *,
         attach: bool = False,
-        transform: Transform | None = None,
+        transform: Transforms = None,
         edit: Mapping[Any, Any] | None = None,
         caches: bool = True,
         stop: bool = False,

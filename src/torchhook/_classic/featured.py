@@ -16,9 +16,10 @@ from torchhook import edits
 from torchhook._classic.attached import Attached, Kept, Wanted
 from torchhook._classic.exporting import plain, to_onnx
 from torchhook._classic.facade import Facade
-from torchhook._core import calling, hooks, never_ran, taps
+from torchhook._core import calling, hooks, never_ran, per_site, taps
 from torchhook._core.index import Index, unwrapped
 from torchhook._core.keep import Keep
+from torchhook._core.per_site import Transforms
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
@@ -54,7 +55,7 @@ class Featured(Facade):
         paths: Iterable[str],
         *,
         attach: bool = False,
-        transform: Transform | None = None,
+        transform: Transforms = None,
         edit: Mapping[Any, Any] | None = None,
         caches: bool = True,
         stop: bool = False,
@@ -63,8 +64,7 @@ class Featured(Facade):
         self.paths: list[str] = [paths] if isinstance(paths, str) else list(paths)
         if edit is not None and not isinstance(edit, Mapping):
             raise ArgumentError(f"edit must be a dict of selectors and edits, found {type(edit).__name__}.")
-        Keep("live", transform=transform)  # which refuses what is no transform
-        self.transform: Transform | None
+        self.transform: Transforms
         self.edit: dict[Any, Any]
         self.caches: bool
         self.stop: bool
@@ -73,6 +73,7 @@ class Featured(Facade):
             raise ArgumentError("stop=True ends the forward pass at the last layer: name at least one.")
         index = Index(self.model)
         targets, changes = self._targets(index), self._changes(index)  # a wrong path is said now, not at the first call
+        self._transforms(index, targets)
         self._attached = self._attach(targets, changes) if attach else None
         self._signed = _signed(model)
 
@@ -108,6 +109,9 @@ class Featured(Facade):
         chosen = [(path, resolve(index, path)) for path in self.paths]
         return [Wanted(str(t.site) if len(found) > 1 else path, t) for path, found in chosen for t in found]
 
+    def _transforms(self, index: Index, wanted: list[Wanted]) -> list[Transform | None]:
+        return per_site.by_target(self.transform, index, [feature.target for feature in wanted])
+
     def _changes(self, index: Index) -> list[tuple[Target, edits.Edit]]:
         adapted = [(selector, edits.adapt(change)) for selector, change in self.edit.items()]
         return [(target, change) for selector, change in adapted for target in resolve(index, selector)]
@@ -129,6 +133,8 @@ class Featured(Facade):
                     f"{name!r} is {target.site.place.shown!r}: attach=True takes whole values, and counts nothing. "
                     "Leave it out, or take the layer itself."
                 )
+        index = Index(self.model)
+        own = self._transforms(index, wanted)
         # By their own addresses: of one place there is one hook, whatever names it has.
         wanted = [Wanted(name, target._replace(site=target.site.place)) for name, target in wanted]
         changes = [(target._replace(site=target.site.place), change) for target, change in changes]
@@ -140,7 +146,7 @@ class Featured(Facade):
                 )
         attachment = hooks.Attachment()
         weakref.finalize(self, attachment.remove)
-        return Attached(wanted, changes, attachment, Index(self.model), self.transform, self.stop)
+        return Attached(wanted, changes, attachment, index, own, self.stop)
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -160,7 +166,8 @@ class Featured(Facade):
             session.edit(target, change)
         # By site: a path that was asked for twice is recorded once. Live, because features are there to be trained on.
         sites = {feature.target.site: feature.target for feature in wanted}
-        session.record(sites.values(), Keep("live", transform=self.transform))
+        own = per_site.by_target(self.transform, index, targets := list(sites.values()))
+        session.record(targets, Keep("live", transform=per_site.chosen(targets, own)))
         if self.stop:
             session.stop_when_seen(sites.values())
         with session as recording:

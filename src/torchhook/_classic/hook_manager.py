@@ -9,7 +9,10 @@ from typing import Any
 from torch import nn
 
 from torchhook._classic.model_summary import count_parameters
+from torchhook._core import per_site
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Site
@@ -55,7 +58,7 @@ class HookManager:
         layer_name: Selector | None = None,
         layer: nn.Module | None = None,
         custom_hook: CustomHook | None = None,
-        output_transform: Transform | None = None,
+        output_transform: Transforms = None,
         *,
         inputs: bool = False,
         grad: bool = False,
@@ -63,15 +66,13 @@ class HookManager:
         """Capture a layer, by name or selector, or as an object under a name of your choice.
 
         ``custom_hook(module, input, output)`` returns what to keep, or ``None`` for nothing; ``output_transform``
-        changes what is kept. Either is kept as returned, so detach it there if you mean to. ``inputs=True``
-        captures what goes into the layer too, under ``"name:input"``, and ``grad=True`` the gradient of its output,
-        under ``"name:grad"``. Returns a handle with ``remove()``; a list of
-        them where a selector chose several layers.
+        changes what is kept: one for all, or a mapping by selectors, as in ``th.capture``. Either is kept as returned,
+        so detach it there if you mean to. ``inputs=True`` captures what goes into the layer too, under
+        ``"name:input"``, and ``grad=True`` the gradient of its output, under ``"name:grad"``. Returns a handle with
+        ``remove()``; a list of them where a selector chose several layers.
         """
         if custom_hook is not None and not callable(custom_hook):
             raise ArgumentError(f"'custom_hook' must be callable, found {type(custom_hook).__name__}.")
-        if output_transform is not None and not callable(output_transform):
-            raise ArgumentError(f"'output_transform' must be callable, found {type(output_transform).__name__}.")
         chosen = self._choose(layer_name, layer)
         ports = ["input"] * inputs + ["grad"] * grad  # beside the output, whose key stays what it was
         chosen += [(f"{key}:{port}", t._replace(site=t.site.but(port=port))) for port in ports for key, t in chosen]
@@ -79,9 +80,11 @@ class HookManager:
         for key, _ in chosen:
             if key in self._sessions:
                 raise ArgumentError(f"there is a hook with key {key!r} already: remove it, or choose another name.")
+        targets = [target for _, target in chosen]
+        own = per_site.by_target(output_transform, Index(self.model), targets, name="'output_transform'")
         handles = []
-        for key, target in chosen:
-            session = self._session(target, custom_hook, output_transform)
+        for (key, target), transform in zip(chosen, own, strict=True):
+            session = self._session(target, custom_hook, transform)
             self._sessions[key] = (session, target.site)
             handles.append(session.open())
         return handles[0] if len(handles) == 1 else handles  # one for one layer, as PyTorch's own method gives

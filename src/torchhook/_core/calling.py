@@ -151,20 +151,32 @@ def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return in_mode(model, training=False)
 
 
-def buffers(*models: nn.Module) -> Callable[[], None]:
-    """Remember every buffer of the models; call what is returned to give them back, the same objects."""
-    owners = {id(module): module for model in models for _, module in walk(model)}
-    held = [(m, name, t, _copy(t)) for m in owners.values() for name, t in m._buffers.items() if t is not None]
+class SetAside:
+    """What a forward pass may change of modules, as it is now: buffers, plain attributes (caches, counters), gradients.
 
-    def restore() -> None:
-        for module, name, buffer, copy in held:
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
-            if copy is not None and not torch.equal(buffer, copy):
-                with torch.no_grad():
-                    buffer.copy_(copy)
+    With ``only``, buffers and attributes are those of the modules with these ids.
+    """
 
-    return restore
+    def __init__(self, modules: Collection[nn.Module], only: Collection[int] | None = None) -> None:
+        self._kept = remembered(module for module in modules if only is None or id(module) in only)
+        self._gradients = [(parameter, parameter.grad) for m in modules for parameter in m.parameters(recurse=False)]
+
+    def clear_gradients(self) -> None:
+        # They are set aside, not copied: a model that trains itself makes new ones meanwhile.
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """Put everything back, so that another run can start from the same state."""
+        for one in self._kept:
+            one.put_back()
+        self.clear_gradients()
+
+    def give_back(self) -> None:
+        """Put everything back, gradients too."""
+        self.restore()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager
@@ -175,35 +187,32 @@ def undisturbed(*models: nn.Module, only: Collection[int] | None = None) -> Iter
     modes. What is yielded does so at once, modes aside, so that several runs can start from the same state. With
     ``only``, buffers and attributes are those of the modules with these ids.
     """
-    modules = list({id(module): module for model in models for _, module in walk(model)}.values())
-    kept = remembered(module for module in modules if only is None or id(module) in only)
-    gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters(recurse=False)]
+    modules = all_modules(*models)
+    aside, again = SetAside(modules, only), random_numbers()
     modes = [(module, module.training) for module in modules]
-    again = random_numbers()
 
     def restore() -> None:
-        for one in kept:
-            one.put_back()
-        # Gradients are set aside, not copied: a model that trains itself makes new ones meanwhile.
-        for parameter, _ in gradients:
-            parameter.grad = None
+        aside.restore()
         again()
 
     def give_back() -> None:
-        restore()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        aside.give_back()
+        again()
         for module, mode in modes:
             if id(module) not in _modes:  # else whoever asked for another mode puts it back
                 module.training = mode
 
     end = AtEnd(give_back)
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
+        aside.clear_gradients()
         yield restore
     finally:
         end()
+
+
+def all_modules(*models: nn.Module) -> list[nn.Module]:
+    """Every module of the models once, without what wraps them."""
+    return list({id(module): module for model in models for _, module in walk(model)}.values())
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}

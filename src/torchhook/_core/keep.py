@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from torchhook import transforms
+from torchhook._core import per_site
 from torchhook._core.index import ids_of
+from torchhook._core.per_site import PerSite
+from torchhook._recording.address import Site
 from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped, use_count
 from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
@@ -50,27 +53,26 @@ class Keep:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        transform: Transform | None = None,
+        transform: Transform | PerSite | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"keep={mode!r} is not a way to keep values; use {', '.join(map(repr, MODES))}.")
-        if transform is not None and not callable(transform):
-            raise TypeError(f"transform must be callable, found {type(transform).__name__}.")
+        if not isinstance(transform, PerSite):
+            per_site.check("transform", transform)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
         self.mode = mode
         self.device: torch.device | None = None if device is None else devices.named(device, "device")
         self.dtype = dtype
-        self.transform = transform
-        self.asks_where: bool = transform is not None and transforms.asks_where(transform)
+        self.transform: Any = transform
+        self.asks_where: bool = isinstance(transform, PerSite) or transforms.asks_where(transform)
         """Whether the transform wants to know where it is: then every site has to be kept by a ``placed`` one."""
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
         self.wait: Callable[[], None] = _at_once if self._to_host is None else self._to_host.wait
         """Returns when every value that was kept can be read. It knows the copies alone: a recording may hold it."""
         self._is_plain = self.device is None and dtype is None
-        self._is_fast = (
-            mode == "copy" and transform is None and dtype is None and (self._is_plain or self._to_host is not None)
-        )
+        self._may_be_fast = mode == "copy" and dtype is None and (self._is_plain or self._to_host is not None)
+        self._is_fast = self._may_be_fast and transform is None
         self._owned: Callable[[], Iterable[Tensor]] = tuple
         self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
@@ -79,17 +81,30 @@ class Keep:
         self._outliving_storages: frozenset[int | None] | None = None
         self._placed: list[Keep] = []
         """The same for single sites, which have to know what this one is told."""
+        self._of_calls: list[tuple[Site, Keep]] = []
+        """The same for single calls of one site, where their transforms differ."""
 
-    def placed(self, known: Callable[[], KnownHeads]) -> Keep:
+    def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Keep:
         """The same way to keep values, for one site, where ``asks_where``."""
+        transform = self.transform.of(site) if isinstance(self.transform, PerSite) else self.transform
+        if not isinstance(transform, list):
+            return self._with(transform, known)
+        keep = self._with(None, known)
+        keep._of_calls = [(call, self._with(one, known)) for call, one in transform]
+        return keep
+
+    def _with(self, transform: Transform | None, known: Callable[[], KnownHeads]) -> Keep:
         keep = copy.copy(self)
-        keep.transform = transforms.placed(self.transform, known)
+        keep.transform = transforms.placed(transform, known)
+        keep._is_fast = self._may_be_fast and transform is None
         keep._placed = []
         self._placed.append(keep)
         return keep
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
         """A function that keeps a passing value and puts it away with its call index and its place in ``order``."""
+        if several := self._of_calls:
+            return lambda value, call: put((call, next(order), _of_call(several, call).kept(value)))
         return lambda value, call: put((call, next(order), self.kept(value)))
 
     def kept(self, value: Any, made_here: bool = False) -> Any:
@@ -256,6 +271,10 @@ class Keep:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device
         return source if fresh else self._as_it_is(source)
+
+
+def _of_call(several: list[tuple[Site, Keep]], call: int) -> Keep:
+    return next(keep for site, keep in several if site.means(call))
 
 
 def _at_once() -> None:

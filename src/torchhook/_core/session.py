@@ -126,7 +126,7 @@ class Session(Shown):
         for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
-            own = keep.placed(taps.heads_at(target, at_once=True)) if keep.asks_where else keep
+            own = keep.placed(site, taps.heads_at(target, at_once=True)) if keep.asks_where else keep
             fast = not units and not before_edits and padding is None
             if fast and taps.record(target, own, rows, recording.order, task):
                 continue

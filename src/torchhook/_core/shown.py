@@ -20,8 +20,13 @@ class Shown:
     _closed: bool
     _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its hooks are on the model now."""
+        return self._attachment is not None and not self._closed
+
     def __repr__(self) -> str:
-        state = "not open yet" if self._attachment is None else "closed" if self._closed else "open"
+        state = "not open yet" if self._attachment is None else "open" if self.is_open else "closed"
         return f"<session on {self.recording.model_name}: {counted(len(self.taps.targets), 'site')}, {state}>"
 
     def _repr_html_(self) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
 from torchhook._extract import job
 from torchhook._extract.completion import kept
 from torchhook._extract.estimate import Estimate
 from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
-from torchhook._extract.forward import Transforms
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.passes import Passes
@@ -30,7 +30,6 @@ __all__ = [
     "ImageFolder",
     "Part",
     "Passes",
-    "Transforms",
     "evaluating_on",
     "extract",
     "kept",

@@ -1,7 +1,7 @@
 """The model while rows go through it: in evaluation mode and on one device, shared by all threads that extract from it.
 
-Modes, buffers and random numbers are ``calling``'s business. What is special here is that the model may have to move,
-and that nobody may move it back, or give its buffers back, while another thread still uses it.
+What a run may change and how that is put back is ``calling``'s business. What is special here is that the model may
+have to move, and that nobody may move it back, or give its buffers back, while another thread still uses it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from torchhook._core import calling
-from torchhook._core.hooks import Turn
+from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.offload import has_offloaded
 from torchhook._values import devices
 from torchhook.errors import ExtractError
@@ -28,7 +28,9 @@ class _Moved:
     there: torch.device
     home: torch.device
     moves: bool
-    restore_buffers: Callable[[], None]
+    aside: calling.SetAside
+    give_back: AtEnd
+    """Gives the model what was set aside, also where an interrupt comes meanwhile."""
     users: int = 0
 
 
@@ -39,15 +41,20 @@ _turn = Turn()
 
 @contextlib.contextmanager
 def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
-    """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was."""
+    """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was.
+
+    Random numbers aside, which belong to the process.
+    """
     with calling.evaluating(model):
         with _turn:
             # Locked until it has moved: another thread must not run a model of which half is elsewhere.
             moved = _moved(model, device)
             moved.users += 1
             try:
-                if moved.moves and moved.users == 1:
-                    model.to(moved.there)
+                if moved.users == 1:
+                    moved.aside.clear_gradients()
+                    if moved.moves:
+                        model.to(moved.there)
             except BaseException:
                 # Out of memory on the way, say: what has moved goes home.
                 _leave(model, moved)
@@ -71,7 +78,8 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     if known is None:
         # A model on several devices stays where it is: it knows how its parts belong together.
         moves = there != home and len(homes) == 1 and not offloaded
-        known = _Moved(there, home, moves, calling.buffers(model))
+        aside = calling.SetAside(calling.all_modules(model))
+        known = _Moved(there, home, moves, aside, AtEnd(aside.give_back))
         _models[id(model)] = known
     elif device is not None and there != known.there:
         raise ExtractError(f"another thread extracts from this model on {known.there}: it cannot be on {there} too.")
@@ -88,7 +96,7 @@ def _leave(model: nn.Module, moved: _Moved) -> None:
             model.to(moved.home)
     finally:
         # After the move, which makes new buffers: the model gets back the very objects that it had.
-        moved.restore_buffers()
+        moved.give_back()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchhook import transforms
 from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
+from torchhook._core.per_site import Transforms, by_target
 from torchhook._core.select import Selector, Target, resolve
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
@@ -20,18 +21,15 @@ from torchhook._extract.padding import PaddingOf, Said, Trial
 from torchhook._extract.special_tokens import Left, TokenIds, guarded
 from torchhook._extract.token_choice import TokenChoice, tokens_first
 from torchhook._features.api import ColumnSpec, shown
-from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.heads import Where, has_heads
 from torchhook._values.padding import Known, afterwards, knowing
 from torchhook._values.tree import Inputs
-from torchhook.errors import ExtractError, SelectorError, TransformError, suggestion
+from torchhook.errors import ExtractError, SelectorError, TransformError
 from torchhook.transforms import Rows, Transform
 
 Put = Callable[[str, Any], None]
 """Takes the address of a site and what is kept of its value."""
-Transforms: TypeAlias = "Transform | Mapping[Any, Transform | None] | None"
-"""One for all sites, or one for those that each selector of a mapping means."""
 
 
 class Forward:
@@ -247,53 +245,13 @@ def _put(put: Put, site: str, value: Any, known: Known | None) -> None:
         put(site, value)
 
 
-# -- which transform a site has -----------------------------------------------------------------
-
-
 def _by_site(transform: Transforms, index: Index, targets: list[Target]) -> dict[str, Transform | None]:
-    """The transform of each site. Of a mapping, a site's own address comes before a selector that means more."""
-    if not isinstance(transform, Mapping):
-        _check("transform=", transform)
-        return dict.fromkeys((str(target.site) for target in targets), transform)
-    for key, one in transform.items():
-        _check(f"transform[{key!r}]", one)
-    meant = [(key, _meant(key, index, targets)) for key in transform]
-    found: dict[str, Transform | None] = {}
-    for target in targets:
-        site = target.site
-        keys = [key for key, sites in meant if site in sites]
-        # "*" for all and an address for the one that differs is how one writes it: no conflict.
-        keys = [key for key in keys if isinstance(key, str) and key in (str(site), site.shown)] or keys
-        if len(keys) > 1:
-            raise ExtractError(
-                f"transform: {' and '.join(map(repr, keys))} all mean {site.shown!r}. Leave one, or add "
-                "that site's own address."
-            )
-        found[str(site)] = transform[keys[0]] if keys else None
-    return found
-
-
-def _check(where: str, transform: Any) -> None:
-    if transform is not None and not callable(transform):
-        raise TypeError(f"{where}: a transform is a function of the value, found {type(transform).__name__}.")
-
-
-def _meant(key: Any, index: Index, targets: list[Target]) -> list[Site]:
-    """The sites that a selector means of those that are extracted; without a call index it means every call."""
-    why: SelectorError | None = None
+    """The transform of each site."""
     try:
-        selected = {(id(one.module), one.site.but(path="")) for one in resolve(index, key)}
+        found = by_target(transform, index, targets)
     except SelectorError as error:
-        selected, why = set(), error
-    found = []
-    for module, site in ((id(target.module), target.site) for target in targets):
-        bare = site.but(path="")  # a shared module has several paths
-        if (module, bare) in selected or (module, bare.every_call) in selected:
-            found.append(site)
-    if not found:
-        near = suggestion(str(key), [target.site.shown for target in targets])
-        raise ExtractError(f"transform[{key!r}]: no such site is extracted. {near}") from why
-    return found
+        raise ExtractError(str(error)) from error
+    return {str(target.site): one for target, one in zip(targets, found, strict=True)}
 
 
 # -- what a value is made of ---------------------------------------------------------------------

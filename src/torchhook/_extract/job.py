@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
 from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
 from torchhook._extract.data_fingerprint import of_data
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
-from torchhook._extract.forward import Forward, Transforms
+from torchhook._extract.forward import Forward
 from torchhook._extract.function_fingerprint import of_function
 from torchhook._extract.image_folder import opened
 from torchhook._extract.inputs import Part, is_table
@@ -167,7 +168,7 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
         timed = request.any_cut and before is None
         code = _code(request, forward)
         measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
-    code = model_code.steady(code, _code(request, forward))
+        code = model_code.steady(code, _code(request, forward))  # as long as it shows what the run has changed
     identity = Identity(code, of_data(source, ids, request.labels, request.lengths), device.type)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)

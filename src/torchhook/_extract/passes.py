@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
 from torchhook._extract import inputs, sources
 from torchhook._extract.batches import Batch
 from torchhook._extract.fill import Extras
-from torchhook._extract.forward import Forward, Transforms, parts
+from torchhook._extract.forward import Forward, parts
 from torchhook._extract.image_folder import opened
 from torchhook._extract.inputs import Part
 from torchhook._extract.one_row import Square, try_one_row

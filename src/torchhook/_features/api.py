@@ -1,5 +1,7 @@
 """What other rooms use of a feature store: reading it, and the files that extraction writes. Nothing runs a model."""
 
+from torchhook._features.columns import Column
+from torchhook._features.dataset import FeatureDataset
 from torchhook._features.differences import CHANGES, OBJECT
 from torchhook._features.direct_io import empty as aligned_empty
 from torchhook._features.features import Features, open_features
@@ -18,9 +20,11 @@ __all__ = [
     "LABELS",
     "OBJECT",
     "STORE",
+    "Column",
     "ColumnSpec",
     "Contents",
     "Entry",
+    "FeatureDataset",
     "Features",
     "Folder",
     "Manifest",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchhook._features.indexing import chosen
 from torchhook._features.manifest import IDS, LABELS, ColumnSpec
 from torchhook._features.reading import OpenShards
+from torchhook._recording.tables import Table
 from torchhook._words import counted
 from torchhook.errors import BrokenShardError, IncompleteStoreError
 
@@ -66,6 +67,9 @@ class Column:
 
     def __repr__(self) -> str:
         return f"<{self.spec}, {counted(self._rows, 'row')}>"
+
+    def _repr_html_(self) -> str:
+        return Table(repr(self)[1:-1], [], [])._repr_html_()
 
     def __getitem__(self, key: Any) -> Any:
         """What a tensor of all rows would give for the same index, as a copy: ``v[3]``, ``v[:, 0]``, ``v[mask]``."""

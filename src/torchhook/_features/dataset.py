@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from torchhook._features.indexing import numbers
+from torchhook._recording.tables import Table
+from torchhook._words import counted
 from torchhook.errors import ExtractError
 
 if TYPE_CHECKING:
@@ -72,6 +74,15 @@ class FeatureDataset(Dataset[Any]):
     def __reduce__(self) -> Any:
         sites = next(iter(self.columns)) if self.single else list(self.columns)
         return _again, (self.features, sites, self.labels, self.ids, self.rows, self.transform)
+
+    def __repr__(self) -> str:
+        extras = ", labels" * self.labels + ", ids" * self.ids
+        each = ", ".join(str(column.spec) for column in list(self.columns.values())[:4])
+        more = ", …" if len(self.columns) > 4 else ""
+        return f"<{counted(len(self), 'row')} of {self.features.path}: {each}{more}{extras}>"
+
+    def _repr_html_(self) -> str:
+        return Table(repr(self)[1:-1], [], [])._repr_html_()
 
     def __len__(self) -> int:
         return len(self.features) if self.rows is None else len(self.rows)

@@ -16,11 +16,13 @@ from torchhook._features.dataset import FeatureDataset
 from torchhook._features.index import Entry
 from torchhook._features.manifest import IDS, LABELS, Manifest, shown, stored
 from torchhook._features.reading import OpenShards, fits_in_memory
-from torchhook._features.statistics import Statistics, statistics
+from torchhook._features.statistics import statistics
 from torchhook._features.store import Store
 from torchhook._features.tokens import Tokens
 from torchhook._features.verify import Report, verify
+from torchhook._recording.statistics import SiteStatistics
 from torchhook._recording.tables import Table, size
+from torchhook._values.quantiles import RESOLUTION
 from torchhook._words import counted
 from torchhook.errors import BrokenShardError, IncompleteStoreError, MissingRecordError, suggestion
 
@@ -164,9 +166,33 @@ class Features:
         """Write ``.npy`` files, one per column of all sites or some, and return their paths."""
         return export.to_npy(self, folder, sites)
 
-    def statistics(self, site: str, **options: Any) -> Statistics:
-        """Mean, covariance, quantiles and top rows of a site in one pass: see ``statistics.statistics``."""
-        return statistics(self, site, **options)
+    def statistics(
+        self,
+        site: str,
+        *,
+        channel: int | None = None,
+        covariance: bool = False,
+        quantiles: Sequence[float] = (),
+        top: int = 0,
+        resolution: int = RESOLUTION,
+    ) -> SiteStatistics:
+        """Statistics of a site for each channel, in one pass: as ``th.statistics`` gives them of the same tokens.
+
+        Args:
+            site: The site, as it is stored.
+            channel: The channel dim of a row: by default the first of maps ``(C, H, W)``, else the last. Of rows of
+                tokens ``(T, heads, D)``, which ``lengths=`` and ``drop_special=`` of ``extract`` make, the heads of a
+                token lie side by side; ``-1`` takes each head for itself.
+            covariance: Whether to take the covariance of the channels, too.
+            quantiles: Shares of the values, from 0 to 1: exact for up to ``resolution`` positions; of more,
+                ``rank_error`` says how far their ranks may be off.
+            top: So many rows with the largest values are remembered for each channel, and at which positions these
+                are, counted in what is stored.
+            resolution: Values that are kept for quantiles, for each level of their sketch.
+        """
+        return statistics(
+            self, site, channel=channel, covariance=covariance, quantiles=quantiles, top=top, resolution=resolution
+        )
 
     def verify(self) -> Report:
         """Read every byte and say what is missing, truncated or altered, and how to repair it."""

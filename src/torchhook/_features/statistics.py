@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from torchhook._recording.statistics import SiteStatistics
 from torchhook._values.quantiles import RESOLUTION
 from torchhook._values.running import Block, Running
 from torchhook.errors import ExtractError
@@ -16,28 +16,6 @@ from torchhook.errors import ExtractError
 if TYPE_CHECKING:
     from torchhook._features.columns import Column
     from torchhook._features.features import Features
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Per channel; values at all positions of all rows count."""
-
-    count: int
-    mean: Tensor
-    std: Tensor
-    min: Tensor
-    max: Tensor
-    kurtosis: Tensor
-    """3 for a normal distribution."""
-    covariance: Tensor | None
-    quantiles: dict[float, Tensor]
-    rank_error: float
-    """By such a share of the count the ranks of the quantiles may be off; 0 if they are exact."""
-    top_rows: Tensor | None
-    """The rows with the largest values, ``(channels, k)``, best first; a row counts by its largest position."""
-    top_values: Tensor | None
-    top_positions: Tensor | None
-    """Where in their rows these are: the number of a token, or of a pixel."""
 
 
 def check_options(quantiles: Sequence[float], top: int, resolution: int) -> None:
@@ -59,14 +37,8 @@ def statistics(
     quantiles: Sequence[float] = (),
     top: int = 0,
     resolution: int = RESOLUTION,
-) -> Statistics:
-    """One pass over a site, with the numbers that ``torchhook.statistics`` gives of the same tokens.
-
-    ``channel`` is the channel dim of a row: the first of a map ``(C, H, W)``, else the last. Of rows of tokens
-    ``(T, heads, D)``, which ``lengths=`` and ``drop_special=`` of ``extract`` make, the heads of a token lie side by
-    side; ``channel=-1`` takes each head for itself. Positions are counted in what is stored. Quantiles are exact for up
-    to ``resolution`` positions; of more, ``rank_error`` says how far ranks may be off.
-    """
+) -> SiteStatistics:
+    """One pass over a site, with the numbers that ``torchhook.statistics`` gives of the same tokens."""
     check_options(quantiles, top, resolution)
     values = features[site]
     if 0 in values.spec.shape:
@@ -89,7 +61,7 @@ def statistics(
             _add_ragged(running, [block[i] for i in rows], numbers, channel)
     if running.moments is None:
         raise ExtractError(f"{site!r}: no row has features.")
-    return _result(running, quantiles)
+    return SiteStatistics(running, quantiles)
 
 
 def _channel(values: Column, channel: int | None) -> int | None:
@@ -138,21 +110,3 @@ def _items(row: Tensor, channel: int | None) -> Tensor:
         return row.flatten(1)[:, None]
     last = row.movedim(channel, -1)
     return last.reshape(len(row), -1, last.shape[-1])
-
-
-def _result(running: Running, quantiles: Sequence[float]) -> Statistics:
-    assert running.moments is not None
-    return Statistics(
-        running.moments.size,
-        running.mean,
-        running.variance().sqrt(),
-        running.min,
-        running.max,
-        running.kurtosis(),
-        running.matrix(),
-        {q: running.quantile(q) for q in quantiles},
-        running.rank_error,
-        None if running.top is None else running.top.rows,
-        None if running.top is None else running.top.values,
-        None if running.top is None else running.top.positions,
-    )

@@ -22,7 +22,7 @@ from torchhook.errors import MissingRecordError, suggestion
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B", "left out"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Row:
     """One call of one site in A against its counterpart in B."""
 
@@ -60,6 +60,11 @@ class Row:
         if self.relative == 0 or math.isinf(self.relative):
             return math.copysign(math.inf, 1 - self.relative)
         return -20 * math.log10(self.relative) if self.relative == self.relative else math.nan
+
+    def __repr__(self) -> str:  # what one asks first; the rest is there by name
+        off = f" by {self.max_abs:.4g} at most, relative {self.relative:.3g}" if self.status == "differs" else ""
+        other = "" if self.other == self.site else f" and {self.other!r}"
+        return f"<{self.site!r}{other}: {self.status}{off}{f' ({self.note})' * bool(self.note)}>"
 
 
 class Diff:

@@ -76,7 +76,7 @@ class Recording:
         return rows
 
     @property
-    def is_open(self) -> bool:
+    def has_sites(self) -> bool:
         """Whether something is to be recorded."""
         return bool(self._rows)
 
@@ -302,6 +302,7 @@ class Recording:
             "recomputed": self.recomputed,
             "stopped": self.stopped,
             # Where there are any: a file of one forward pass has no more than it had.
+            **({"replaced": self.replaced} if self.replaced else {}),
             **({"windows": windows} if windows else {}),
             **({"steps": self.passes.plain(passed)} if self.passes else {}),
         }
@@ -317,7 +318,8 @@ class Recording:
         recording.missing = dict(about["missing"])
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
-        recording.stopped = about.get("stopped", "")  # older files do not say
+        # Older files do not say these.
+        recording.replaced, recording.stopped = dict(about.get("replaced", {})), about.get("stopped", "")
         for (place, op, port), calls in about.get("windows", ()):
             recording._rows[_site(place, op, port)] = Window([None], ran=calls)
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):

@@ -101,7 +101,7 @@ class SiteStatistics:
     def quantile(self, q: float) -> Tensor:
         """Any quantile, if some were asked for: exact for few values, else as ``rank_error`` says."""
         if not self._running.sketches:
-            raise ValueError("no quantiles are known: say quantiles=[0.5, …] in th.statistics.")
+            raise ValueError("no quantiles are known: say quantiles=[0.5, …] where the statistics are taken.")
         if not 0 <= q <= 1:
             raise ValueError(f"quantile({q!r}): a quantile is a share of the values, from 0 to 1.")
         return self._running.quantile(q)

@@ -49,6 +49,8 @@ class Table:
         columns = [line(cells[0]), rule] if any(self.columns) else []
         return "\n".join([*head, *columns, *map(line, cells[1:]), *self.notes])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         # white-space:pre, since HTML drops the blanks that layers are indented with.
         def cells(row: Sequence[str], tag: str) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, overload
 
 from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
 from torchhook._words import counted
-from torchhook.errors import SelectorError, suggestion
+from torchhook.errors import MissingRecordError, SelectorError, suggestion
+
+T = TypeVar("T")
 
 
 class Roles(Mapping[str, Site]):
@@ -31,7 +34,16 @@ class Roles(Mapping[str, Site]):
             return self.sites[plain]
         if plain in self.refused:
             raise SelectorError(f"'@{plain}' is not known to be anywhere in this model: {self.refused[plain]}")
-        raise KeyError(f"no role '@{plain}'. {suggestion(plain, self.sites)}")
+        raise MissingRecordError(f"no role '@{plain}'. {suggestion(f'@{plain}', self)}".rstrip())
+
+    @overload
+    def get(self, name: str, default: None = None, /) -> Site | None: ...
+    @overload
+    def get(self, name: str, default: Site | T, /) -> Site | T: ...
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """The site of a name, or ``default`` for one that is unknown or refused."""
+        # Not as of any mapping: what is refused is no KeyError, so that a selector says why.
+        return self.sites.get(name.removeprefix("@"), default)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.removeprefix("@") in self.sites
