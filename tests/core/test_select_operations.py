@@ -35,9 +35,9 @@ def test_a_glob_of_operations_is_refused_with_what_is_possible(selector: str) ->
         lambda: th.watch(MODEL, selector),
     ]
     for tool in tools:
-        with pytest.raises(SelectorError, match=r"cannot be chosen by a glob.*th\.ops\(model, inputs\) lists them") as e:
+        with pytest.raises(SelectorError, match=r"cannot be chosen by a glob.*th\.ops\(model, inputs\)") as error:
             tool()
-        assert repr(selector) in str(e.value)
+        assert repr(selector) in str(error.value)
 
 
 def test_an_operation_of_several_modules_is_chosen_by_a_glob_of_these() -> None:

@@ -237,8 +237,8 @@ def _refuse_glob_of_operations(site: Site) -> None:
     if site.op is not None and is_glob(site.op):
         raise SelectorError(
             f"{site.shown!r}: operations cannot be chosen by a glob, since nobody knows them before the model runs. "
-            "th.ops(model, inputs) lists them with their addresses: name those that you want, in a list. Before the '/' "
-            "there may be a glob, of modules: 'blocks.*/gelu'."
+            "th.ops(model, inputs) lists them with their addresses: name those that you want, in a list. Before the "
+            "'/' there may be a glob, of modules: 'blocks.*/gelu'."
         )
 
 
