@@ -328,6 +328,9 @@ def statistics(dims: Sequence[int] | None = None) -> Transform:
 
     >>> sorted(statistics()(torch.ones(2, 3, 4)))
     ['max', 'mean', 'min', 'std', 'zeros']
+
+    The deviation is that of the values themselves, ``std(correction=0)``; ``th.statistics``, over a data set, divides
+    by one less than the count.
     """
     return _each(_statistics, dims=None if dims is None else tuple(dims))
 

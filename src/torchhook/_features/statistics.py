@@ -25,6 +25,7 @@ class Statistics:
     count: int
     mean: Tensor
     std: Tensor
+    """As ``Tensor.std`` has it: divided by one less than the count."""
     min: Tensor
     max: Tensor
     kurtosis: Tensor

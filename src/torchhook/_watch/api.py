@@ -79,11 +79,11 @@ def watch(
         log: where the statistics go: a TensorBoard ``SummaryWriter``, a W&B run, the path of a CSV file (one row for
             each step and site; a file that is there already is continued as a new run), a function ``(step, values)``,
             or a list of these. On a GPU a step is told when the model has run in the next one.
-        statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
-            ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout; behind two layers it has
-            the units of both); of the gradient of a module's output or a parameter: ``grad_norm`` (for its histogram,
-            select ``"layer4:grad"``); of the parameters of the selected modules: ``norm``, ``update_ratio`` (how far
-            the step moved them, relative to their norm). All but ``histogram`` unless told.
+        statistics: of the site's value: ``mean``, ``std`` (``correction=0``), ``min``, ``max``, ``zeros``, ``nans``,
+            ``norm``, ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout; behind two layers
+            it has the units of both); of the gradient of a module's output or a parameter: ``grad_norm`` (for its
+            histogram, select ``"layer4:grad"``); of the parameters of the selected modules: ``norm``, ``update_ratio``
+            (how far the step moved them, relative to their norm). All but ``histogram`` unless told.
         gradients: whether to look at gradients.
         parameters: whether to look at the parameters of the selected modules.
         alarms: warn about dead units (of ``"relu#1"``, where a ReLU runs behind several layers) and vanishing or
