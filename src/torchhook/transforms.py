@@ -324,13 +324,10 @@ def heads_after(transform: Any, known: Where) -> Where:
 
 
 def statistics(dims: Sequence[int] | None = None) -> Transform:
-    """Mean, standard deviation, least, greatest and share of zeros of each row.
+    """Mean, standard deviation (``correction=0``), least, greatest and share of zeros of each row.
 
     >>> sorted(statistics()(torch.ones(2, 3, 4)))
     ['max', 'mean', 'min', 'std', 'zeros']
-
-    The deviation is that of the values themselves, ``std(correction=0)``; ``th.statistics``, over a data set, divides
-    by one less than the count.
     """
     return _each(_statistics, dims=None if dims is None else tuple(dims))
 
