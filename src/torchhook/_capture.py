@@ -83,6 +83,7 @@ def capture(
             of the whole parameter over all ranks, which then have to capture too.
     """
     session = Session(model, threads=threads)
+    session.takes_all = not selectors
     # Not "**": a glob never means the model itself.
     targets = resolve(session.index, selectors or _every_module, exclude=exclude, port=port)
     changes = _resolved(session.index, edit or {})

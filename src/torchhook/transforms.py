@@ -324,7 +324,7 @@ def heads_after(transform: Any, known: Where) -> Where:
 
 
 def statistics(dims: Sequence[int] | None = None) -> Transform:
-    """Mean, standard deviation, least, greatest and share of zeros of each row.
+    """Mean, standard deviation (``correction=0``), least, greatest and share of zeros of each row.
 
     >>> sorted(statistics()(torch.ones(2, 3, 4)))
     ['max', 'mean', 'min', 'std', 'zeros']

@@ -307,6 +307,31 @@ def test_a_long_warning_is_cut_and_says_where_the_rest_is() -> None:
     assert len(rec.missing) == 15
 
 
+def test_where_nothing_was_named_the_warning_says_so_and_passes_over_empty_places() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.drop_path, self.other = nn.Linear(3, 3), nn.Identity(), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.fc(x)
+
+    model, x = Block(), torch.ones(1, 3)
+    with warned() as caught, th.capture(model) as rec:
+        model(x)
+    assert [str(one.message).splitlines()[0] for one in caught] == ["1 module of all, since none was named, never ran:"]
+    assert "'other'" in str(caught[0].message)
+    assert list(rec.missing) == ["drop_path", "other"]
+    del model.other
+    with warned() as caught, th.capture(model) as rec:
+        model(x)
+    assert caught == []
+    assert list(rec.missing) == ["drop_path"]
+    with warned() as caught, th.capture(model, "drop_path", "fc"):
+        model(x)
+    assert str(caught[0].message).splitlines()[0] == "1 selected site never ran:"
+
+
 def test_the_model_itself_has_a_name_in_the_report() -> None:
     model = Branches()
     with warned() as caught, th.capture(model, "", "called") as rec:

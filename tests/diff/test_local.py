@@ -104,8 +104,11 @@ def test_names_and_calls_lead_to_the_counterpart() -> None:
         b.head.weight.fill_(3.0)
     names = {"act#0": "act1", "act#1": "act2", "fc": "head"}
     result = diff(a, b, torch.tensor([[-4.0]]), names=names, local=True)
-    # In A: -4 * 0.5 = -2, times 3 is -6, times 0.5 is -3. In B, from the same inputs: -1, -6, -4.5.
-    assert [(row.site, row.max_abs) for row in result] == [("act#0", 1.0), ("fc", 0.0), ("act#1", 1.5), ("", 1.5)]
+    # In A: -4 * 0.5 = -2, times 3 is -6, times 0.5 is -3. In B, from the same inputs: -1, -6, -4.5; the code
+    # around them adds nothing.
+    assert [(row.site, row.max_abs) for row in result] == [("act#0", 1.0), ("fc", 0.0), ("act#1", 1.5), ("", 0.0)]
+    # By itself, B makes -1, -3, -2.25.
+    assert result[""].note == "B by itself: max error 7.50e-01"
 
 
 def test_an_input_of_another_shape_stays_bs_own_and_is_said() -> None:
@@ -120,8 +123,13 @@ def test_an_input_of_another_shape_stays_bs_own_and_is_said() -> None:
 
 
 def test_what_comes_in_is_compared_before_it_is_replaced() -> None:
-    a, b = chain(2.0, 2.0), chain(3.0, 2.0)
+    class Shifted(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](self[0](x) + 1.0)
+
+    a, b = chain(2.0, 2.0), Shifted(*chain(3.0, 2.0))
     result = diff(a, b, torch.ones(1, 1), sites=["1:input", "1"], local=True)
+    # What the code around it makes of 2, which the first layer gave back in A.
     assert [(row.site, row.max_abs) for row in result] == [("1:input", 1.0), ("1", 0.0)]
 
 

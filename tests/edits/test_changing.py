@@ -250,3 +250,14 @@ def test_edits_of_nested_tensors_that_make_no_sense_are_refused() -> None:
         model(nested)
     with pytest.raises(EditError, match="changes the shape"), th.edit(model, {"0": edits.add(nested)}):
         model(nested)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_what_an_edit_is_given_is_cast_to_the_dtype_of_the_value(dtype: torch.dtype) -> None:
+    model, x = nn.Linear(3, 3).half(), torch.ones(2, 3).half()
+    direction = torch.tensor([1, 2, -4], dtype=dtype)
+    expected = model(x) + torch.tensor([1.0, 2.0, -4.0]).half()
+    with th.edit(model, {"": th.edits.add(direction)}):
+        output = model(x)
+    assert output.dtype == torch.float16
+    assert torch.equal(output, expected)

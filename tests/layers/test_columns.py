@@ -128,6 +128,9 @@ def test_columns_stand_in_the_order_that_was_asked_for() -> None:
 def test_a_wrong_column_offers_the_closest_and_one_of_a_run_asks_for_inputs() -> None:
     with pytest.raises(ValueError, match=r"columns: 'multiplyadds' is none of .*Closest: 'multiply_adds'"):
         th.layers(nn.ReLU(), torch.ones(1), columns="multiplyadds")
+    with pytest.raises(ValueError, match="columns: 'flops' is none of 'type'") as error:
+        th.layers(nn.ReLU(), torch.ones(1), columns=["flops"])
+    assert str(error.value).count("'kernel'") == 1
     with pytest.raises(ValueError, match="columns: 'memory' is known after a run: give inputs="):
         th.layers(nn.ReLU(), columns=["type", "memory"])
 

@@ -366,3 +366,10 @@ def test_nothing_of_the_recordings_is_changed() -> None:
     assert isinstance(compare(a, b), Diff)
     assert torch.equal(value.nan_to_num(7.0), before.nan_to_num(7.0))
     assert a.sites == [Site("x")]
+
+
+def test_numbers_that_round_to_nothing_are_printed_without_a_sign() -> None:
+    # As large an error as the value, at a right angle to it: 0 dB, and a cosine of 0 but for rounding.
+    found = compare(recording(("x", torch.tensor([1.0, 0.0]))), recording(("x", torch.tensor([-1e-10, 1e-3]))))
+    _, _, _, decibels, cosine, *_ = found.table().rows[0]
+    assert (decibels, cosine) == ("0.0", "0.000000")

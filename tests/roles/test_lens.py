@@ -51,6 +51,22 @@ def test_every_block_goes_through_norm_head_and_soft_cap_as_by_hand() -> None:
     torch.testing.assert_close(lens.probabilities[1], top.values)
 
 
+def test_a_site_is_found_by_the_models_own_name_for_it_too() -> None:
+    model: Any = build("llama")
+    inputs = probe.made_for(model).kwargs
+    with torch.no_grad(), th.capture(model, "model.layers.*") as rec:
+        output = model(**inputs)
+    lens = th.lens(model, rec)
+    last = len(model.model.layers) - 1
+    assert lens.sites == [f"@resid_post.{i}" for i in range(last + 1)]
+    by_hand = model.lm_head(model.model.norm(rec["model.layers.0"])).detach()
+    torch.testing.assert_close(lens["model.layers.0"], by_hand)
+    torch.testing.assert_close(lens[f"model.layers.{last}"], output.logits)
+    assert "model.layers.0" in lens
+    with pytest.raises(MissingRecordError, match=r"no site 'model\.layers\.9' in this lens"):
+        lens["model.layers.9"]
+
+
 def test_other_shapes_than_the_probes_and_last_tokens_alone_do() -> None:
     model: Any = build("gpt2")
     with torch.no_grad():

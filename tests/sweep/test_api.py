@@ -540,6 +540,11 @@ def test_small_effects_on_a_large_metric_are_not_rounded_away(default: torch.dty
     torch.testing.assert_close(result.normalized, torch.full((1, 4), 0.25).double(), rtol=1e-5, atol=0)
 
 
+def test_what_rounds_to_nothing_is_printed_without_a_sign() -> None:
+    found = Sweep(torch.tensor([[-1e-6, -0.25, 1e-6, -0.0]]), ["h.0"], [0, 1, 2, 3], 1.0, 0.0)
+    assert str(found.table()).splitlines()[-1].split() == ["h.0", "0.000", "-0.250", "0.000", "0.000"]
+
+
 def test_the_result_prints_itself_as_a_table() -> None:
     result = Sweep(torch.tensor([[1.0, 2.0], [3.0, math.nan]]), ["h.0", "h.1"], [0, 1], 3.0, 1.0, ["a note"])
     assert str(result) == (

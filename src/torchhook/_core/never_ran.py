@@ -20,7 +20,7 @@ from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
-from torchhook._recording.address import MODEL, Site, shown
+from torchhook._recording.address import MODEL, Site, parse, shown
 from torchhook._recording.records import Recording
 from torchhook._words import plural, times
 from torchhook.edits import StepsToCome
@@ -220,23 +220,37 @@ def tell_of_edits(sites: list[str]) -> None:
         )
 
 
-def tell(recording: Recording) -> None:
-    """Warn of what was replaced while a session was open, and of what never ran."""
+def tell(recording: Recording, unnamed: Index | None = None) -> None:
+    """Warn of what was replaced while a session was open, and of what never ran.
+
+    ``unnamed`` is the index of a model of which everything was taken, since no site was named.
+    """
     missing, replaced = recording.missing, recording.replaced
+    named = unnamed is None or not len(recording)
+    if unnamed is not None and not named:
+        # A place that is kept for a layer which is not there (drop path at rate 0) is nothing to tell of.
+        missing = {address: why for address, why in missing.items() if not _is_kept_free(address, unnamed)}
     if replaced and (only := [address for address in replaced if address not in missing]):
         lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
         warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
     if missing:
-        warn(told(missing), NeverRanWarning)
+        warn(told(missing, named), NeverRanWarning)
 
 
-def told(missing: Mapping[str, str]) -> str:
-    """What is said of sites that never ran."""
-    return _never_ran(len(missing), tuple(islice(missing.items(), 10)))
+def _is_kept_free(address: str, index: Index) -> bool:
+    return isinstance(index.modules.get(parse(address, index.modules).path), nn.Identity)
+
+
+def told(missing: Mapping[str, str], named: bool = True) -> str:
+    """What is said of sites that never ran, whether they were ``named`` or are all that there are."""
+    return _never_ran(len(missing), tuple(islice(missing.items(), 10)), named)
 
 
 @functools.lru_cache(maxsize=16)  # a session that is opened again and again says the same at each end
-def _never_ran(number: int, first: tuple[tuple[str, str], ...]) -> str:
+def _never_ran(number: int, first: tuple[tuple[str, str], ...], named: bool) -> str:
     lines = [f"  {address or MODEL!r}: {why}" for address, why in first]
     more = [f"  … and {number - 10} more: see rec.missing"] if number > 10 else []
-    return "\n".join([f"{number} selected {plural(number, 'site')} never ran:", *lines, *more])
+    what = (
+        f"selected {plural(number, 'site')}" if named else f"{plural(number, 'module')} of all, since none was named,"
+    )
+    return "\n".join([f"{number} {what} never ran:", *lines, *more])

@@ -168,6 +168,7 @@ def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
     if not is_glob(site.path) or _exact(index, site) is not None:
         yield from _by_site(index, site)
         return
+    _refuse_glob_of_operations(site)
     matches = glob_pattern(site.path).fullmatch
     # The model itself is no component of a path: a glob never means it. All are looked at where none is found: a name
     # may have a dot in it.
@@ -223,12 +224,22 @@ def _by_site(index: Index, site: Site) -> Iterator[Target]:
         raise SelectorError(f"{site.shown!r} cannot be read. {call_hint(site.op, [site.op.partition('#')[0]])}")
     if target is None:
         raise SelectorError(f"no layer {site.path!r} in the model. {_name_hint(index, site.path)}")
+    _refuse_glob_of_operations(site)
     if target.tensor is None and not is_callable(target.module):
         raise SelectorError(
             f"{site.path!r} is a {type(target.module).__name__}: a container that is never called, so nothing passes "
             f"there. Select its members: '{site.path}.*'."
         )
     yield target
+
+
+def _refuse_glob_of_operations(site: Site) -> None:
+    if site.op is not None and is_glob(site.op):
+        raise SelectorError(
+            f"{site.shown!r}: operations cannot be chosen by a glob, since nobody knows them before the model runs. "
+            "th.ops(model, inputs) lists them with their addresses: name those that you want, in a list. Before the "
+            "'/' there may be a glob, of modules: 'blocks.*/gelu'."
+        )
 
 
 def _name_hint(index: Index, path: str) -> str:

@@ -52,6 +52,7 @@ class Session(Shown):
         self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
+        self.takes_all = False  # since nobody has named a site
         self.reports = True
         """Whether it notes in its recording what never ran, and why."""
         self.gathers: Together | None = None
@@ -363,7 +364,7 @@ class Session(Shown):
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
             never_ran.tell_of_edits(self.taps.edits_to_come())
-            never_ran.tell(self.recording)
+            never_ran.tell(self.recording, self.index if self.takes_all else None)
 
     def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""

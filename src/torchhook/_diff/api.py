@@ -13,12 +13,13 @@ from torchhook._core.select import Selector, Target, resolve
 from torchhook._diff import local as feeding
 from torchhook._diff import runs, sides
 from torchhook._diff.left_out import LeftOut
+from torchhook._diff.origin import Origin
 from torchhook._diff.sides import Side
 from torchhook._recording.address import Site, readings
 from torchhook._recording.counterparts import Counterparts, Names
 from torchhook._recording.differences import Diff, compare
 from torchhook._recording.records import Recording
-from torchhook._recording.tolerances import Tolerance
+from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook.errors import MissingRecordError, suggestion
 
 __all__ = ["diff"]
@@ -49,9 +50,9 @@ def diff(
     A side is a model, a program of ``torch.export`` or its ``.pt2`` file, a recording, or what another framework
     computed: a mapping of arrays by address, an ``.npz`` or ``.safetensors`` file, or an ``.npy`` file with the model's
     output. What only B has is listed and is no difference; nor is what a program leaves out of A, layers that pass on
-    what they get (``nn.Identity``). Models run once, in the modes they are in (nothing is set to
-    eval mode) and from the same random numbers. They and the process are left as they were: modes, buffers, caches,
-    gradients.
+    what they get (``nn.Identity``). Models run in the modes they are in (nothing is set to eval mode) and from the same
+    random numbers: once, and once more up to the first layer that differs, to see whether its input differs already.
+    They and the process are left as they were: modes, buffers, caches, gradients.
 
     Args:
         a: the reference.
@@ -66,8 +67,10 @@ def diff(
         exclude: sites of A to leave out.
         rtol: a number, or a dict by dtype that changes some of the defaults.
         atol: likewise.
-        local: give each module of B the inputs that its counterpart in A got, so that errors do not add up from layer
-            to layer and each row shows what this module alone adds.
+        local: give each module of B the inputs that its counterpart in A got, and let the modules that it calls give
+            back what those of A did, so that errors do not add up from layer to layer and each row shows what this
+            module alone adds: a layer by itself, a container by the code between its layers. B runs once more without
+            any help, and the row of the model says how far off its output is then.
     """
     asked = _Asked(names, sites, exclude, rtol, atol)
     one, two = sides.runnable(a, "A"), sides.runnable(b, "B")
@@ -130,7 +133,7 @@ def _diff_models(a: nn.Module, b: nn.Module, inputs: tuple[Any, Any], asked: _As
             raise MissingRecordError(
                 f"B has none of the sites that were chosen in A: {listed}. Say what they are called there with names=."
             )
-    feeder = feeding.Feeder(index_a, index_b, counterparts) if local else None
+    feeder = feeding.Feeder(index_a, index_b, counterparts, Limits(asked.rtol, asked.atol)) if local else None
     left_out = LeftOut(index_a) if sides.is_program(b) else None
     with calling.undisturbed(a, b) as restore:
         beside_a = [*([feeder.taking()] if feeder else []), *([left_out.session] if left_out else [])]
@@ -138,11 +141,33 @@ def _diff_models(a: nn.Module, b: nn.Module, inputs: tuple[Any, Any], asked: _As
         # From the same random numbers, and with what both models share as it was before A ran.
         restore()
         recording_b = runs.record(b, index_b, targets_b, inputs[1], *([feeder.giving()] if feeder else []))
-    notes = [] if sides.is_program(a) or sides.is_program(b) else runs.modes(index_a, index_b)
-    # Where sites were chosen in A, all else in B was left out on purpose.
-    found = asked.compare(recording_a, recording_b, extra=not asked.chosen, notes=notes)
-    found = found if left_out is None else left_out.told(found)
-    return found if feeder is None else feeder.annotated(found)
+        notes = [] if sides.is_program(a) or sides.is_program(b) else runs.modes(index_a, index_b)
+        # Where sites were chosen in A, all else in B was left out on purpose.
+        found = asked.compare(recording_a, recording_b, extra=not asked.chosen, notes=notes)
+        found = found if left_out is None else left_out.told(found)
+        if asked.chosen:
+            return found if feeder is None else feeder.annotated(found)
+        if feeder is not None:
+            restore()
+            return _on_its_own(feeder.annotated(found), recording_a, index_b, inputs[1], asked)
+        if found.first is None or found.first.status == "only in A" or not Origin.can_be_asked(a, b):
+            return found
+        origin = Origin(found.first, index_a, index_b, counterparts)
+        restore()
+        seen_a = origin.seen(True, inputs[0])
+        restore()
+        return origin.told(found, seen_a, origin.seen(False, inputs[1]))
+
+
+def _on_its_own(found: Diff, recording_a: Recording, index_b: Index, inputs: Any, asked: _Asked) -> Diff:
+    """The result with what the whole of B makes when nothing is put into it."""
+    row = next((row for row in found if row.site == "" and row.other in index_b.modules), None)
+    if row is None or row.status == "only in B":
+        return found
+    whole = runs.record(index_b.modules[""], index_b, resolve(index_b, Site(row.other)), inputs)
+    # By what was tolerated there: which dtypes are met on the way is not seen here.
+    there = compare(recording_a, whole, names=asked.names, rtol=row.rtol, atol=row.atol, extra=False)
+    return feeding.on_its_own(found, there[""])
 
 
 def _found(index: Index, sites: list[Site]) -> list[Target]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchhook._recording.tables import count, size
-from torchhook.errors import suggestion
+from torchhook.errors import closest
 
 if TYPE_CHECKING:
     from torchhook._layers.api import Layer
@@ -58,8 +58,9 @@ def chosen(columns: str | Iterable[str] | None, run: bool) -> list[str]:
         wanted = [name for name in wanted if not COLUMNS[name].runs]
     for name in wanted:
         if name not in COLUMNS:
-            known = ", ".join(map(repr, COLUMNS))
-            raise ValueError(f"columns: {name!r} is none of {known}, or 'all'. {suggestion(str(name), list(COLUMNS))}")
+            near = [repr(one) for one in closest(str(name), list(COLUMNS))]
+            meant = f" Closest: {', '.join(near)}." if near else ""
+            raise ValueError(f"columns: {name!r} is none of {', '.join(map(repr, COLUMNS))}, or 'all'.{meant}")
         if COLUMNS[name].runs and not run:
             raise ValueError(f"columns: {name!r} is known after a run: give inputs=, what the model is called with.")
     return wanted

@@ -11,7 +11,7 @@ from torchhook._recording.address import Site, meant, shown
 from torchhook._recording.counterparts import Counterparts, Names
 from torchhook._recording.distances import measure, paired, severity, shape
 from torchhook._recording.records import Record, Recording
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, fixed
 from torchhook._recording.tolerances import Limits, Tolerance
 from torchhook._values import tree
 from torchhook._values.elements import readable
@@ -156,11 +156,11 @@ def _short(number: float) -> str:
 
 
 def _decibels(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:.1f}"
+    return "-" if math.isnan(number) else fixed(number, 1)
 
 
 def _cosine(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:.6f}"
+    return "-" if math.isnan(number) else fixed(number, 6)
 
 
 def compare(

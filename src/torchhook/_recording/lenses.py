@@ -17,14 +17,20 @@ _WIDE = 8  # columns, each a token and a number: with the names of the sites, ab
 class Lens(Mapping[str, Tensor]):
     """Logits by site, made when they are asked for, and the tokens that are on top at each.
 
-    ``tokens`` and ``probabilities`` are sites × batch × positions × top.
+    ``tokens`` and ``probabilities`` are sites × batch × positions × top. ``others`` are addresses that sites have, too.
     """
 
     def __init__(
-        self, sites: Sequence[str], logits: Callable[[str], Tensor], top: int, name: Callable[[int], str] = str
+        self,
+        sites: Sequence[str],
+        logits: Callable[[str], Tensor],
+        top: int,
+        name: Callable[[int], str] = str,
+        others: Mapping[str, str] | None = None,
     ) -> None:
         self.sites: list[str] = list(sites)
         self._logits = logits
+        self._others = dict(others or {})
         self.name: Callable[[int], str] = name
         best = [_best(logits(site), top) for site in self.sites]
         shapes = {site: tuple(tokens.shape[:2]) for site, (tokens, _) in zip(self.sites, best, strict=True)}
@@ -35,6 +41,7 @@ class Lens(Mapping[str, Tensor]):
         self.probabilities: Tensor = torch.stack([probabilities for _, probabilities in best])
 
     def __getitem__(self, site: str) -> Tensor:
+        site = site if site in self.sites else self._others.get(site, site)
         if site not in self.sites:
             raise MissingRecordError(f"no site {site!r} in this lens. {suggestion(site, self.sites)}")
         return self._logits(site)

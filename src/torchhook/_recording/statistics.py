@@ -63,7 +63,7 @@ class SiteStatistics:
 
     @property
     def std(self) -> Tensor:
-        """The root of the variance."""
+        """The root of the variance, as ``Tensor.std`` has it; ``th.watch`` and transforms divide by the count."""
         return self.variance.sqrt()
 
     @property

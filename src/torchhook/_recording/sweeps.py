@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torchhook._recording.address import meant, shown
-from torchhook._recording.tables import Table
+from torchhook._recording.tables import Table, fixed
 from torchhook._words import plural
 from torchhook.errors import MissingRecordError, suggestion
 
@@ -132,4 +132,4 @@ def nothing_between(clean: float, corrupted: float) -> str | None:
 
 
 def _cell(number: float) -> str:
-    return "-" if math.isnan(number) else f"{number:.3f}"
+    return "-" if math.isnan(number) else fixed(number, 3)

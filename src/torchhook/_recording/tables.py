@@ -110,6 +110,15 @@ def digits(number: float | None) -> str:
     return "-" if number is None else f"{number:.4g}"
 
 
+def fixed(number: float, places: int) -> str:
+    """A number with so many decimal places; what rounds to nothing has no sign.
+
+    >>> fixed(-0.00004, 3), fixed(-1.5, 1)
+    ('0.000', '-1.5')
+    """
+    return f"{round(number, places) + 0.0:.{places}f}"
+
+
 def count(number: float, precision: int = 2) -> str:
     """A number in thousands, millions, …
 

@@ -80,7 +80,21 @@ def lens(
     def logits_of(site: str) -> Tensor:
         return through(_value(rec, site))
 
-    return Lens(sites, logits_of, top, _named(tokenizer))
+    return Lens(sites, logits_of, top, _named(tokenizer), _addresses(names, sites))
+
+
+def _addresses(names: Roles, sites: list[str]) -> dict[str, str]:
+    """What the sites are called in the model itself, where a module's output is one."""
+    found: dict[str, str] = {}
+    for name in sites:
+        site = names.sites.get(name.removeprefix("@"))
+        if site is None:
+            continue
+        place = site.place
+        found[str(place)] = name
+        if place.op is None and place.port == "output":
+            found[place.path] = name  # also where the value is one of several that it returns
+    return found
 
 
 def _last(names: Roles) -> tuple[str, int]:

@@ -7,10 +7,12 @@ step is over: between measured steps the model runs with one hook, or with none 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from torchhook._callbacks import callback
@@ -65,8 +67,10 @@ def watch(
 
     It watches in a ``with`` block, or from ``open`` to ``close``, and does nothing before. A step is one call of the
     model, from its beginning to the next call, so that it holds the backward pass and the optimizer's step; several
-    calls of a layer in it are taken together (``"relu#1"`` means one of them). Numbers stay on the device and come over
-    once, when the step ends. Keep validation out with ``paused()``.
+    calls of a layer in it are taken together (``"relu#1"`` means one of them). Once the model was called in training
+    mode and with gradients, calls in evaluation mode or without gradients are validation: they end the running step
+    and are no steps. ``paused()`` keeps anything else out, and validation where steps are counted by hand. Numbers
+    stay on the device and come over once, when the step ends.
 
     Args:
         model: the model in training; it computes what it would without a watch.
@@ -75,11 +79,11 @@ def watch(
         log: where the statistics go: a TensorBoard ``SummaryWriter``, a W&B run, the path of a CSV file (one row for
             each step and site; a file that is there already is continued as a new run), a function ``(step, values)``,
             or a list of these. On a GPU a step is told when the model has run in the next one.
-        statistics: of the site's value: ``mean``, ``std``, ``min``, ``max``, ``zeros``, ``nans``, ``norm``,
-            ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout; behind two layers it has
-            the units of both); of the gradient of a module's output or a parameter: ``grad_norm`` (for its histogram,
-            select ``"layer4:grad"``); of the parameters of the selected modules: ``norm``, ``update_ratio`` (how far
-            the step moved them, relative to their norm). All but ``histogram`` unless told.
+        statistics: of the site's value: ``mean``, ``std`` (``correction=0``), ``min``, ``max``, ``zeros``, ``nans``,
+            ``norm``, ``histogram``, ``dead`` (the share of units of a ReLU that are zero throughout; behind two layers
+            it has the units of both); of the gradient of a module's output or a parameter: ``grad_norm`` (for its
+            histogram, select ``"layer4:grad"``); of the parameters of the selected modules: ``norm``, ``update_ratio``
+            (how far the step moved them, relative to their norm). All but ``histogram`` unless told.
         gradients: whether to look at gradients.
         parameters: whether to look at the parameters of the selected modules.
         alarms: warn about dead units (of ``"relu#1"``, where a ReLU runs behind several layers) and vanishing or
@@ -202,12 +206,16 @@ class Watch(Openable):
     def paused(self) -> Iterator[None]:
         """End the running step, and see nothing in this block: validation, for example."""
         self._needs_opening("paused()")
-        self._engine.finish()  # or what runs in the block would be taken for more calls of the running step
-        before, self._engine.paused = self._engine.paused, True
+        engine = self._engine
+        waiting = engine.waiting
+        engine.finish()  # or what runs in the block would be taken for more calls of the running step
+        before, engine.paused = engine.paused, True
         try:
             yield
         finally:
-            self._engine.paused = before
+            engine.paused = before
+        if waiting is not None and self._life == "open":
+            engine.begin(waiting)
 
     def _start(self) -> None:
         engine = self._engine
@@ -226,7 +234,7 @@ class Watch(Openable):
             )
         session = Session(index.modules[""], index=index, threads=self._threads, warn=False)
         # The hooks know the engine and not this object: one that is dropped must not live on in the model's hooks.
-        session.look(Target(Site("", port="input"), index.modules[""]), lambda value, call: engine.advance())
+        session.look(Target(Site("", port="input"), index.modules[""]), _counting(engine, index.modules[""]))
         for target in engine.watched.before_step:
             session.look(target, _while_measuring(engine, target))
         self._session = session
@@ -277,6 +285,9 @@ class Watch(Openable):
         self._needs_opening("table()")
         table = self.history[-1].table() if self.history else Table("no step measured yet", [], [])
         table.notes += [alarm.message for alarm in self.alarms]
+        if count := self._engine.unmeasured:
+            verb = plural(count, "is no step", "are no steps")
+            table.notes.append(f"{counted(count, 'call')} in evaluation mode or without gradients {verb}")
         return table
 
     def __repr__(self) -> str:
@@ -294,6 +305,16 @@ class Watch(Openable):
         # Before it is opened, there is no table; a notebook shows what a cell ends with all the same.
         table = Table(repr(self)[1:-1], [], []) if self._life == "made" else self.table()
         return table._repr_html_()
+
+
+def _counting(engine: Engine, model: nn.Module) -> Callable[[Any, int], None]:
+    here = weakref.ref(model)
+
+    def look(value: Any, call: int) -> None:
+        model = here()
+        engine.called(trains=torch.is_grad_enabled() and model is not None and model.training)
+
+    return look
 
 
 def _while_measuring(engine: Engine, target: Target) -> Callable[[Any, int], None]:

@@ -77,6 +77,9 @@ class Engine:
         self.history: deque[Snapshot] = deque(maxlen=history)
         self.alarms: AlarmState | None = None if limits is None else AlarmState(limits)
         self.paused = False
+        self.unmeasured = 0
+        """How many calls were no steps, since they trained nothing."""
+        self._has_trained = False
         self.step: Step | None = None
         self.seen: set[str] = set()
         self.missing: dict[str, str] = {}
@@ -94,6 +97,18 @@ class Engine:
         self._joiner = Joiner()
         self._wanted = watched.wanted
 
+    def called(self, trains: bool) -> None:
+        """A call of the model begins: a step, unless it is one that ``trains`` nothing among others that do."""
+        if self.paused:
+            return
+        if self._has_trained and not trains:
+            self.unmeasured += 1
+            # Else what runs now would be taken for more calls of the running step.
+            self.finish(by_hand=False, now=False)
+            return
+        self._has_trained |= trains
+        self.advance()
+
     def advance(self) -> None:
         """One step ends and the next begins."""
         if self.paused:
@@ -108,9 +123,15 @@ class Engine:
         number = self.next
         self.next += 1
         if is_due:
-            self._begin(number, goes_on)
+            self.begin(number, goes_on)
 
-    def _begin(self, number: int, goes_on: bool) -> None:
+    @property
+    def waiting(self) -> int | None:
+        """The number of the step that was begun by hand, and in which nothing has run yet."""
+        return None if self.step is None or self.step.ran or self.watched.by_call else self.step.number
+
+    def begin(self, number: int, goes_on: bool = False) -> None:
+        """Measure from here on, by the hooks of the step before where it ``goes_on`` with them."""
         watched = self.watched
         try:
             # Asked now: a scaler changes its factor after the optimizer's step, and the gradients will hold this one.
