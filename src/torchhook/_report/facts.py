@@ -93,6 +93,8 @@ class LayerFacts:
     shared_with: int | None = None
     ran: int = 0
     seconds: float | None = None
+    own: float | None = None
+    """Its seconds without those of the layers that it called."""
     calls: list[Call] = dataclasses.field(default_factory=list)
     silent: str = ""
     """Why it never ran."""
@@ -129,7 +131,7 @@ class Times:
     plain: float | None
     clocked: float | None
     own: float
-    """In layers that hold no other layers, of the clocked pass."""
+    """In layers that hold no others, of the clocked pass: the rest is what the others do themselves."""
 
 
 @dataclasses.dataclass

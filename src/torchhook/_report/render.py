@@ -10,7 +10,9 @@ from typing import Any
 from torchhook._report.facts import Page
 from torchhook.errors import require
 
-_LIGHT = ("path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "silent", "idle")
+_LIGHT = (
+    "path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "own", "silent", "idle",
+)  # fmt: skip
 
 
 def render(page: Page) -> str:
