@@ -10,6 +10,7 @@ from tests.language_models import ENDS, made
 from tests.report.nets import Photo, Text
 from torchhook._report.collect import collect
 from torchhook._report.facts import Page
+from torchhook._report.render import render
 
 X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
@@ -103,6 +104,24 @@ def test_the_times_are_of_one_run_and_add_up() -> None:
         assert layer.seconds is None or inside <= layer.seconds
     # The heading and the tables write a time in the same way.
     assert dict(page.about)["forward"] == f"{page.times.plain * 1e3:.2f} ms"
+
+
+def test_shapes_of_a_layer_that_is_used_several_times_are_counted() -> None:
+    class Shrinks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.head = nn.ReLU(), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for width in (8, 8, 6, 5, 4, 2):
+                x = self.act(x[:, :width])
+            return self.head(x)
+
+    page = collect(Shrinks().eval(), torch.ones(1, 9), gradients=False)
+    assert [layer.output for layer in page.layers] == ["(1, 3)", "(1, 8) and 4 more", "(1, 3)"]
+    html = render(page)
+    assert '"shape":"(1, 8) and 4 more"' in html
+    assert "<td>(1, 8) and 4 more</td>" in html
 
 
 class Clock(nn.Module):
