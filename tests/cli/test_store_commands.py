@@ -66,7 +66,7 @@ def test_rows_per_shard_is_an_option(torchhook: Command, tmp_path: Path, many: P
     assert "--rows-per-shard 0: give a positive number" in refused.err
 
 
-@pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5,0.5,0.5"), ("--std", "0.5,0.5,0.5")])
+@pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5", "--std", "0.229,0.224,0.225")])
 def test_another_preparation_of_images_is_refused_by_name(torchhook: Command, tmp_path: Path, other) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "photos").mkdir()
