@@ -15,7 +15,7 @@ from torch import nn
 
 from torchhook._cli import console
 from torchhook._cli.errors import Trouble, short
-from torchhook._cli.models import config_of, library, own_preparation
+from torchhook._cli.models import config_of, imports_of, library, own_preparation
 from torchhook._extract.api import SUFFIXES, ImageFolder
 from torchhook._recording import arrays
 from torchhook._values import tree
@@ -189,10 +189,11 @@ def _text(text: str, name: str) -> Given:
     hugging_face = library("transformers")
     # A config may be named by its file; the tokenizer's files lie beside it.
     folder = path if Path(path).is_dir() else str(Path(path).parent)
-    try:
-        tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
+    with imports_of("transformers"):
+        try:
+            tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
     # Cut at the model's own limit: many have no embedding for further positions, and would fail deep inside.
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     if not batch["input_ids"].numel():
