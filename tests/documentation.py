@@ -1,8 +1,8 @@
 """The pages of the documentation, and what runs in them.
 
-A block marked ``python`` runs, all blocks of a page in order and with the same names. A block marked ``text`` right
-below it is what it prints. ``python -m tests.documentation docs/selectors.md`` writes down what the blocks of a page
-print now.
+A block marked ``python`` runs, all blocks of a page in order and with the same names; one marked ``console`` is
+commands after a ``$``, of ``torchhook`` or ``echo $?``. A block marked ``text`` right below is what it prints.
+``python -m tests.documentation docs/selectors.md`` writes down what the blocks of a page print now.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import sys
 import tempfile
 import warnings
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-_FENCE = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^```(?P<kind>python|console)\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE
+)
 
 
 class Block(NamedTuple):
@@ -31,6 +34,7 @@ class Block(NamedTuple):
     code: str
     line: int
     output: str | None
+    kind: str = "python"
 
 
 def name_of(page: Path) -> str:
@@ -39,7 +43,7 @@ def name_of(page: Path) -> str:
 
 def blocks(text: str) -> list[Block]:
     return [
-        Block(found["code"], text.count("\n", 0, found.start("code")), found["output"])
+        Block(found["code"], text.count("\n", 0, found.start("code")), found["output"], found["kind"])
         for found in _FENCE.finditer(text)
     ]
 
@@ -48,11 +52,34 @@ def printed(page: Path) -> Iterator[tuple[Block, str]]:
     """Run the blocks of a page, and give each with what it printed."""
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page.read_text()):
-        # Empty lines before the code: an error then names the line of the page.
-        code = compile("\n" * block.line + block.code, str(page), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(code, names)
+            if block.kind == "console":
+                _typed(block.code, out)
+            else:
+                # Empty lines before the code: an error then names the line of the page.
+                exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
         yield block, _trimmed(out.getvalue())
+
+
+def _typed(text: str, out: io.StringIO) -> None:
+    """Run commands as they are typed, what they say on stderr with what they print."""
+    from torchhook._cli.api import main as torchhook  # not before: only one page has commands
+
+    code, paths = 0, sys.path.copy()
+    for line in text.splitlines():
+        prompt, command, *arguments = shlex.split(line)
+        assert (prompt, command) in (("$", "torchhook"), ("$", "echo")), line
+        if command == "echo":
+            assert arguments == ["$?"], line
+            print(code)
+            continue
+        with contextlib.redirect_stderr(out):
+            try:
+                torchhook(arguments)
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            finally:
+                sys.path[:] = paths  # the command looks for modules where it is called
 
 
 def _trimmed(text: str) -> str:
@@ -66,7 +93,7 @@ def rewrite(page: Path, outputs: list[str]) -> None:
     def replaced(found: re.Match[str]) -> str:
         new = next(left)
         code = found["code"]
-        return found[0] if found["output"] is None else f"```python\n{code}```\n\n```text\n{new}```\n"
+        return found[0] if found["output"] is None else f"```{found['kind']}\n{code}```\n\n```text\n{new}```\n"
 
     page.write_text(_FENCE.sub(replaced, page.read_text()))
 

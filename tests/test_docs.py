@@ -34,6 +34,7 @@ WITHOUT_EXAMPLES = {
 # Those that import another library, run a large network, or start another Python.
 SLOW = {
     "docs/index.md",
+    "docs/command.md",
     "docs/coming-from/grad-cam.md",
     "docs/recipes/distillation.md",
     "docs/recipes/many-machines.md",
@@ -301,3 +302,27 @@ def test_what_a_block_prints_is_written_into_the_page_where_it_shows_it(tmp_path
     assert (first[0].output, first[1], second[0].output, second[1]) == ("3\n", "2\n", None, "5\n")
     documentation.rewrite(page, [first[1], second[1]])
     assert page.read_text() == "```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n\n```python\nprint(5)\n```\n"
+
+
+def test_commands_of_a_page_run_too_and_what_they_say_on_stderr_is_part_of_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ torchhook layers nowhere:net\n$ echo $?\n```\n\n```text\n0\n```\n")
+    [(block, found)] = printed(page)
+    assert (block.kind, block.output) == ("console", "0\n")
+    first, last = found.splitlines()
+    assert first.startswith("torchhook: no Python module 'nowhere'")
+    assert last == "2"
+    documentation.rewrite(page, [found])
+    assert page.read_text() == (f"```console\n$ torchhook layers nowhere:net\n$ echo $?\n```\n\n```text\n{found}```\n")
+
+
+def test_the_page_of_the_command_has_every_command_and_option_of_an_input() -> None:
+    text = (DOCS / "command.md").read_text()
+    app = importlib.import_module("torchhook._cli.api").app
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert len(names) > 5
+    assert [name for name in names if f"`torchhook {name}" not in text] == []
+    stores = importlib.import_module("torchhook._cli.store_commands").features
+    assert [command.name for command in stores.registered_commands if f"`{command.name}`" not in text] == []
+    options = ["input", "text", "tokens", "shape", "size", "mean", "std", "weights", "allow-pickle", "pretrained"]
+    assert [option for option in options if f"--{option}" not in text] == []

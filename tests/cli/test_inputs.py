@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.cli import nets
+from tests.cli.conftest import Command
 from torchhook._cli import inputs
 from torchhook._cli.errors import Trouble
 from torchhook._cli.inputs import Options
@@ -113,6 +114,8 @@ def test_means_must_be_numbers(tmp_path: Path) -> None:
         ({"mean": "nan"}, "--mean nan: give one number"),
         ({"std": "inf"}, "--std inf: give one number"),
         ({"mean": "0.5,0.5"}, "--mean 0.5,0.5: give one number, or three"),
+        ({"mean": "0.5"}, "--mean 0.5: give --std too"),
+        ({"std": "0.5"}, "--std 0.5: give --mean too"),
     ],
 )
 def test_images_cannot_be_normalised_by_anything(options: dict[str, str], message: str) -> None:
@@ -141,3 +144,41 @@ def test_images_for_a_model_of_torchvision_are_prepared_by_torchvision(tmp_path:
     changed = inputs.preparation_for("torchvision:resnet18", Options(size=64))
     assert (changed["size"], changed["crop"], changed["interpolation"]) == (64, 1.0, "bilinear")
     assert inputs.preparation_for("timm:resnet18", Options()) == {}
+
+
+@pytest.mark.parametrize("command", ["layers", "run", "report", "diff"])
+def test_how_an_image_was_prepared_is_said_and_can_be_by_every_command(
+    torchhook: Command, tmp_path: Path, photos: Path, command: str
+) -> None:
+    small = "tests.cli.nets:small"
+    line = [command, small, *([small] if command == "diff" else []), "--input", photos / "0.png"]
+    line += ["-o", tmp_path / "page.html"] if command == "report" else []
+    imagenet = "mean 0.485, 0.456, 0.406, std 0.229, 0.224, 0.225"
+    half = "mean 0.5, 0.5, 0.5, std 0.25, 0.25, 0.25"
+    for options, said in (
+        (
+            (),
+            f"bicubic to 256, cropped to 224 × 224, {imagenet} "
+            "(as for ImageNet: the model does not say; --size, --mean and --std do)",
+        ),
+        (
+            ("--size", 32),
+            f"bicubic to 32, cropped to 32 × 32, {imagenet} "
+            "(normalized as for ImageNet: the model does not say; --mean and --std do)",
+        ),
+        (
+            ("--mean", 0.5, "--std", 0.25),
+            f"bicubic to 256, cropped to 224 × 224, {half} "
+            "(resized as for ImageNet: the model does not say; --size does)",
+        ),
+        (("--size", 32, "--mean", 0.5, "--std", 0.25), f"bicubic to 32, cropped to 32 × 32, {half}"),
+    ):
+        done = torchhook(*line, *options)
+        assert (done.code, done.err) == (0, f"0.png, prepared so: {said}\n")
+    refused = torchhook(*line, "--mean", 0.5)
+    assert (refused.code, refused.out) == (2, "")
+    assert "--mean 0.5: give --std too" in refused.err
+
+
+def test_tensors_are_given_as_they_are_without_a_word(torchhook: Command, rows: Path) -> None:
+    assert torchhook("run", "tests.cli.nets:small", "--input", rows).err == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import language_models
 from tests.cli import nets
 from torchhook._cli import models
 from torchhook._cli.errors import Trouble
@@ -109,6 +111,35 @@ def test_a_library_that_cannot_be_imported_is_explained(monkeypatch: pytest.Monk
     monkeypatch.setattr("torchhook.errors.importlib.import_module", broken)
     with pytest.raises(Trouble, match="built for another torch"):
         models.load("torchvision:resnet18")
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], None])
+def test_a_torchvision_that_is_broken_is_explained_for_transformers_too(
+    tmp_path: Path, architectures: list[str] | None
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    small = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 50, "n_positions": 8, **language_models.ENDS}
+    transformers.GPT2Config(**small, architectures=architectures).save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms is missing')")
+    # In a process of its own: transformers is imported here already, with a torchvision that is whole.
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    line = [sys.executable, "-m", "torchhook", "run", f"transformers:{tmp_path / 'gpt2'}", "--tokens", "1,2,3"]
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        pytest.skip("this transformers imports no torchvision for a language model")
+    assert done.returncode == 2
+    assert "cannot be imported (operator torchvision::nms is missing)" in done.stderr
+    assert "built for another torch" in done.stderr
+    assert "requirements defined correctly" not in done.stderr
+
+
+def test_what_a_model_needs_and_is_not_installed_is_named() -> None:
+    late = ModuleNotFoundError("Could not import module 'X'.")
+    late.__cause__ = ImportError("No module named 'timmm'")
+    needs = "transformers cannot import what this model needs: No module named 'timmm'"
+    with pytest.raises(Trouble, match=needs), models.imports_of("transformers"):
+        raise late
 
 
 def test_a_device_that_is_not_there_is_explained() -> None:

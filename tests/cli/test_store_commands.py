@@ -66,7 +66,7 @@ def test_rows_per_shard_is_an_option(torchhook: Command, tmp_path: Path, many: P
     assert "--rows-per-shard 0: give a positive number" in refused.err
 
 
-@pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5,0.5,0.5"), ("--std", "0.5,0.5,0.5")])
+@pytest.mark.parametrize("other", [("--size", "16"), ("--mean", "0.5", "--std", "0.229,0.224,0.225")])
 def test_another_preparation_of_images_is_refused_by_name(torchhook: Command, tmp_path: Path, other) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "photos").mkdir()
@@ -100,6 +100,12 @@ def test_broken_images_are_left_out_up_to_a_limit_and_tried_again(torchhook: Com
     assert refused.code == 2
     assert "row 5 of the data has files of other names or contents" in refused.err
     assert "1 row was skipped: where only this one was repaired, --retry-skipped" in refused.err
+    # With another transform, model or data beside it, that would not be enough.
+    for other in (("--pool", "max"), ("--dtype", "float16"), ("-s", "1")):
+        refused = torchhook(*line, *other)
+        assert refused.code == 2
+        assert "holds the features of another run" in refused.err
+        assert "skipped" not in refused.err
     assert torchhook(*line, "--retry-skipped").code == 0
     for again in ((), ("--retry-skipped",)):
         assert torchhook(*line, *again).code == 0
@@ -107,3 +113,13 @@ def test_broken_images_are_left_out_up_to_a_limit_and_tried_again(torchhook: Com
     assert open_features(tmp_path / "f").verify().ok
     (tmp_path / "photos" / "6.bmp").write_bytes(whole)
     assert torchhook(*line, "--retry-skipped").code == 2
+
+
+def test_a_mismatch_names_no_option_that_is_not_there(torchhook: Command, tmp_path: Path, rows: Path) -> None:
+    line = ("extract", "tests.cli.nets:small", "--data", rows, "-s", "3", "-o", tmp_path / "f", "--no-progress")
+    assert torchhook(*line).code == 0
+    refused = torchhook(*line, "--dtype", "float16")
+    assert refused.code == 2
+    assert "\n  columns: the store has 3 F32(8), this run 3 F16(8)" in refused.err
+    assert "--columns" not in refused.err
+    assert "--columns: 'colour' is none of" in torchhook("layers", "tests.cli.nets:small", "--columns", "colour").err

@@ -144,16 +144,25 @@ def test_inputs_are_a_tensor_a_tuple_of_arguments_a_dict_of_keywords_or_both(inp
     assert [op.address for op in ops(nn.Linear(3, 4), inputs)] == ["/linear"]
 
 
-def test_the_last_call_of_a_module_gives_its_shape() -> None:
-    class Grows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice = nn.Identity()
+class Halves(nn.Module):
+    """One ReLU and one Linear at three widths, two and two: the ReLU's outputs differ, those of the Linear do not."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.twice(torch.cat([self.twice(x), x]))
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.head = nn.ReLU(), nn.Linear(2, 3)
 
-    assert th.layers(Grows(), inputs=torch.ones(2))["twice"].shape == (4,)
+    def forward(self, x: Tensor) -> Tensor:
+        for width in (8, 8, 4, 2):
+            x = self.act(x[:, :width])
+        return self.head(x) + self.head(x)
+
+
+def test_of_several_calls_the_first_gives_the_shape_and_those_that_differ_are_counted() -> None:
+    found = th.layers(Halves(), torch.ones(1, 9), columns=("output", "memory"))
+    assert (found["act"].shape, found["act"].output) == ((1, 8), "(1, 8) and 2 more")
+    assert found["act"].memory == 8 * 4
+    assert (found["head"].shape, found["head"].output) == ((1, 3), "(1, 3)")
+    assert re.search(r"act +\(1, 8\) and 2 more", str(found))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -143,6 +143,51 @@ def test_a_wide_convolution_is_read_as_one() -> None:
     np.testing.assert_array_equal(pictures(figure)[0].get_array(), recording["0"][0, 0].numpy())
 
 
+class Turned(nn.Module):
+    """Convolutions on a wide image, or on a square one with their channels turned last, as in Swin."""
+
+    def __init__(self, channels: int, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Conv2d(3, channels, 2, 2), nn.BatchNorm2d(channels))
+        self.norm = nn.LayerNorm(channels) if last else nn.Identity()
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        return self.act(self.norm(y.permute(0, 2, 3, 1) if isinstance(self.norm, nn.LayerNorm) else y))
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_recording_knows_where_the_channels_are(saved: bool, again: bool, tmp_path: Any) -> None:
+    # 16 channels of 16 × 32, which look like 16 × 16 with 32 of them: the block's layers say it, and for the ReLU the
+    # grid of the convolution.
+    model = Turned(16, last=False).eval()
+    session = th.capture(model, "block", "block.0", "act")
+    for _ in range(1 + again):
+        with session as recording:
+            model(torch.randn(1, 3, 32, 64))
+    recording = th.load(recording.save(tmp_path / "run.safetensors")) if saved else recording
+    for site in ("block", "block.0", "act"):
+        figure = feature_maps(recording, site, reduce="mean")
+        np.testing.assert_allclose(
+            pictures(figure)[0].get_array(), recording[site][0].mean(0).detach().numpy(), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("channels", [12, 16, 48])
+def test_a_recording_of_channels_last_is_turned(channels: int) -> None:
+    # 16 × 16 with 16 channels is a cube: the norm says that its channels are the last.
+    model = Turned(channels, last=True).eval()
+    with th.capture(model, "norm") as recording:
+        model(torch.randn(1, 3, 32, 32))
+    figure = feature_maps(recording, "norm", reduce="mean")
+    np.testing.assert_allclose(
+        pictures(figure)[0].get_array(), recording["norm"][0].mean(-1).detach().numpy(), atol=1e-6
+    )
+
+
 def test_the_title_says_that_channels_last_was_assumed() -> None:
     swin = torch.randn(1, 7, 7, 96)
     assert feature_maps({"a": swin}).get_suptitle() == "a · 24 of 96 channels · channels last"

@@ -10,6 +10,7 @@ from tests.language_models import ENDS, made
 from tests.report.nets import Photo, Text
 from torchhook._report.collect import collect
 from torchhook._report.facts import Page
+from torchhook._report.render import render
 
 X = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[5, 9, 2, 14, 7, 3]])
@@ -103,6 +104,57 @@ def test_the_times_are_of_one_run_and_add_up() -> None:
         assert layer.seconds is None or inside <= layer.seconds
     # The heading and the tables write a time in the same way.
     assert dict(page.about)["forward"] == f"{page.times.plain * 1e3:.2f} ms"
+
+
+def test_shapes_of_a_layer_that_is_used_several_times_are_counted() -> None:
+    class Shrinks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.head = nn.ReLU(), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for width in (8, 8, 6, 5, 4, 2):
+                x = self.act(x[:, :width])
+            return self.head(x)
+
+    page = collect(Shrinks().eval(), torch.ones(1, 9), gradients=False)
+    assert [layer.output for layer in page.layers] == ["(1, 3)", "(1, 8) and 4 more", "(1, 3)"]
+    html = render(page)
+    assert '"shape":"(1, 8) and 4 more"' in html
+    assert "<td>(1, 8) and 4 more</td>" in html
+
+
+class Clock(nn.Module):
+    """Takes so many seconds itself, before and after the layers in it, by a clock that only its like move."""
+
+    now = 0.0
+
+    def __init__(self, takes: float, **inside: nn.Module) -> None:
+        super().__init__()
+        self.takes = takes
+        for name, module in inside.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Clock.now += self.takes / 2
+        for module in self._modules.values():  # a shared one is a child twice
+            x = module(x)
+        Clock.now += self.takes / 2
+        return x
+
+
+def test_what_a_layer_with_children_computes_itself_is_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: Clock.now)
+    twice = Clock(1.0)
+    model = Clock(0.25, conv=Clock(8.0, pad=Clock(0.5)), block=Clock(0.125, first=twice, again=twice), last=Clock(2.0))
+    page = collect(model.eval(), torch.ones(1, 3), gradients=False)
+    own = {layer.path: layer.own for layer in page.layers if layer.shared_with is None}
+    expected = {"": 0.25, "conv": 8.0, "conv.pad": 0.5, "block": 0.125, "block.first": 2.0, "last": 2.0}
+    assert own == expected
+    assert {layer.path: layer.seconds for layer in page.layers}["conv"] == 8.5
+    assert page.times is not None
+    # 0.5 + 2 + 2 in layers without children, of 12.875 in all.
+    assert (page.times.clocked, page.times.own) == (12.875, 4.5)
 
 
 def test_a_trained_model_of_torchvisions_is_told_by_the_names_of_its_classes() -> None:

@@ -16,8 +16,10 @@ from torchhook._values.layout import (
     looks_channels_last,
     looks_like_batch,
     over_image,
+    own_kind,
     spatial_dims,
     square_grid,
+    told,
 )
 from torchhook.errors import LayoutError
 
@@ -74,11 +76,50 @@ def test_only_grids_of_seven_by_seven_and_more_are_taken_for_images() -> None:
     ]
 
 
-def test_only_a_square_with_many_channels_looks_like_channels_last() -> None:
-    assert looks_channels_last((28, 28, 192))
-    assert looks_channels_last((8, 7, 7, 768))
-    for shape in ((64, 64, 128), (64, 32, 32), (3, 8, 64), (96, 7, 7), (5, 5)):
+@pytest.mark.parametrize("side", [7, 28, 32, 56, 64])
+@pytest.mark.parametrize("channels", [3, 16, 48, 96, 192, 768])
+def test_the_two_sides_that_are_equal_are_those_of_the_map(side: int, channels: int) -> None:
+    assert looks_channels_last((side, side, channels))
+    assert not looks_channels_last((channels, side, side))
+    value = torch.rand(2, side, side, channels)
+    assert torch.equal(guess(value.shape).picture(value, 1), value[1].permute(2, 0, 1))
+    first = value.permute(0, 3, 1, 2)
+    assert torch.equal(guess(first.shape).picture(first, 1), first[1])
+
+
+def test_what_is_no_square_or_one_either_way_has_its_channels_first() -> None:
+    for shape in ((12, 12, 12), (3, 8, 64), (64, 32, 64), (5, 5)):
         assert not looks_channels_last(shape)
+
+
+def test_a_volume_has_its_channels_last_where_they_are_the_most() -> None:
+    # A video of Swin's; a scan of 64 × 64 × 24 with 32 channels has two equal sides in the same place.
+    assert looks_channels_last((8, 7, 7, 768))
+    assert looks_channels_last((8, 56, 56, 96))
+    for shape in ((32, 64, 64, 24), (64, 16, 7, 7), (64, 8, 8, 8)):
+        assert not looks_channels_last(shape)
+
+
+def test_a_layer_says_where_its_channels_are_and_so_do_those_in_it() -> None:
+    def block(*modules: nn.Module) -> nn.Module:
+        return nn.Sequential(*modules)
+
+    assert own_kind(nn.Conv2d(3, 8, 3)) == ("channels_first", True)
+    assert own_kind(nn.Linear(3, 8)) == ("channels_last", True)
+    assert own_kind(block(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())) == ("channels_first", False)
+    assert own_kind(block(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())) == ("channels_last", False)
+    assert own_kind(block(nn.Conv2d(3, 8, 3), nn.LayerNorm(8))) is None
+    assert own_kind(nn.ReLU()) is None
+
+
+def test_where_layers_of_a_known_kind_and_the_grids_of_others_tell_the_shape_does_not_count() -> None:
+    assert told((64, 64, 128), [(64, 128)], None) == "channels_first"
+    assert told((64, 64, 128), [(64, 64)], ("channels_first", False)) == "channels_last"
+    assert told((64, 64, 128), [(64, 128), (64, 64)], None) is None
+    assert told((64, 64, 128), [], ("channels_first", False)) == "channels_first"
+    assert told((16, 16, 100), [], ("channels_first", True)) == "channels_first"
+    # What convolutions made may have been turned afterwards: far more channels than places say so.
+    assert told((64, 64, 768), [], ("channels_first", False)) is None
 
 
 # -- by the shape alone -----------------------------------------------------------------------------
@@ -89,7 +130,7 @@ def test_what_is_known_counts_more_than_the_shape() -> None:
     assert torch.equal(guess(value.shape, "channels_first").picture(value), value[0])
     assert guess(value.shape, "channels_first").channels == 1
     assert guess((1, 4, 7, 7, 96)).grid == (4, 7, 7)
-    assert str(guess((1, 64, 64, 128))) == "channels first 64×128"
+    assert str(guess((1, 64, 64, 128), "channels_first")) == "channels first 64×128"
     assert str(guess((1, 49, 100), "channels_first")) == "channels first 100"
     assert str(guess((1, 49, 100), "channels_last")) == "channels last 49"
 

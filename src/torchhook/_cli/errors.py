@@ -27,7 +27,7 @@ _SPOKEN = {
     "batch_size=": "--batch-size ",
     "see rec.missing": "see --json",
     "give inputs=, what the model is called with": "add --input, --text, --tokens or --shape",
-    "columns: ": "--columns: ",
+    "columns: '": "--columns: '",  # of layers; a store has columns too, and no option for them
 }
 _LINES = 40
 """So many lines of an error are shown: torch lists every signature of a function, and every weight of a model."""

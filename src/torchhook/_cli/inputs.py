@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchhook._cli import console
 from torchhook._cli.errors import Trouble, short
-from torchhook._cli.models import config_of, library, own_preparation
+from torchhook._cli.models import config_of, imports_of, library, own_preparation
 from torchhook._extract.api import SUFFIXES, ImageFolder
 from torchhook._recording import arrays
 from torchhook._values import tree
@@ -98,7 +99,23 @@ def preparation(options: Options) -> dict[str, Any]:
             if key == "std" and min(numbers) <= 0:
                 raise Trouble(f"--std {text}: give positive numbers, since images are divided by them.")
             found[key] = numbers * 3 if len(numbers) == 1 else numbers
+    for key, other in (("mean", "std"), ("std", "mean")):
+        if key in found and other not in found:
+            raise Trouble(f"--{key} {getattr(options, key)}: give --{other} too, since images are normalized by both.")
     return found
+
+
+_GUESSED = {
+    ("size", "mean", "std"): "as for ImageNet: the model does not say; --size, --mean and --std do",
+    ("mean", "std"): "normalized as for ImageNet: the model does not say; --mean and --std do",
+    ("size",): "resized as for ImageNet: the model does not say; --size does",
+}
+
+
+def say_preparation(what: str, images: ImageFolder) -> None:
+    """Say how images are prepared, and what of it nobody asked for."""
+    guess = _GUESSED.get(images.guessed, "")
+    console.say(f"{what}, prepared so: {images.preparation}{guess and f' ({guess})'}")
 
 
 def preparation_for(name: str, options: Options) -> dict[str, Any]:
@@ -120,10 +137,13 @@ def image(path: Path, model: nn.Module, name: str, options: Options) -> torch.Te
         copy = Path(folder, path.name)
         try:
             shutil.copy(path, copy)
-            return ImageFolder.for_model(folder, model, **settings).load(path.name)[None]
+            images = ImageFolder.for_model(folder, model, **settings)
+            loaded = images.load(path.name)[None]
         except (OSError, SyntaxError, ValueError) as error:  # pillow has its own errors for each format
             # Pillow names the copy, which is gone by the time someone reads it.
             raise Trouble(f"{path} cannot be read as an image: {short(error).replace(str(copy), path.name)}") from error
+    say_preparation(path.name, images)
+    return loaded
 
 
 def _tensors(path: Path) -> Any:
@@ -169,10 +189,11 @@ def _text(text: str, name: str) -> Given:
     hugging_face = library("transformers")
     # A config may be named by its file; the tokenizer's files lie beside it.
     folder = path if Path(path).is_dir() else str(Path(path).parent)
-    try:
-        tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
+    with imports_of("transformers"):
+        try:
+            tokenizer = hugging_face.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise Trouble(f"{folder} holds no tokenizer: {short(error)}") from error
     # Cut at the model's own limit: many have no embedding for further positions, and would fail deep inside.
     batch = dict(tokenizer(text, return_tensors="pt", truncation=True))
     if not batch["input_ids"].numel():

@@ -41,6 +41,9 @@ def layers(
     text: options.Text = None,
     tokens: options.Tokens = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     weights: options.Weights = None,
     allow_pickle: options.AllowPickle = False,
     pretrained: options.Pretrained = False,
@@ -59,7 +62,8 @@ def layers(
 
       torchhook layers mypackage.nets:build --json | jq '.[].name'
     """
-    wanted = inputs.Options(file, text, shape, tokens=tokens)
+    wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
+    inputs.preparation(wanted)
     shown = columns if columns in (None, "all") else [part.strip() for part in columns.split(",")]
     chosen(shown, wanted.given)  # before the model is loaded: a typo is told at once
     net = _model(model, weights, allow_pickle, pretrained, device, silent=True)  # shapes are those of any weights
@@ -101,8 +105,9 @@ def run(
     if out is not None:  # not after the run, which may take minutes
         saving.named(out)
     _refuse_gradients("run", sites)
-    net = _model(model, weights, allow_pickle, pretrained, device)
     wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
+    inputs.preparation(wanted)
+    net = _model(model, weights, allow_pickle, pretrained, device)
     args, kwargs = arguments(inputs.load(wanted, net, model).x)
     # Kept on the CPU: a recording of every layer may be many times as large as the model.
     with console.status(f"running {model}"), torch.no_grad():
@@ -157,8 +162,10 @@ def report(
     # Before the model is loaded, which may take a minute: a typo is told at once.
     page_at(out)
     method, names = _method(cam), None if labels is None else models.read_classes(labels)
+    wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
+    inputs.preparation(wanted)
     net = _model(model, weights, allow_pickle, pretrained, device)
-    given = inputs.load(inputs.Options(file, text, shape, size, mean, std, tokens=tokens), net, model)
+    given = inputs.load(wanted, net, model)
     with console.status(f"running {model}"):
         path = write_report(
             net,
@@ -205,6 +212,9 @@ def diff(
     text: options.Text = None,
     tokens: options.Tokens = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
     weights: Annotated[Path | None, typer.Option(help="Weights of A.", rich_help_panel="Model")] = None,
     weights_b: Annotated[Path | None, typer.Option(help="Weights of B.", rich_help_panel="Model")] = None,
     allow_pickle: options.AllowPickle = False,
@@ -226,12 +236,15 @@ def diff(
       --weights before.safetensors --weights-b after.safetensors
     """
     values = [_is_values(side) for side in (a, b)]
-    ran = {"input": file, "text": text, "tokens": tokens, "shape": shape, "weights": weights, "weights_b": weights_b}
+    ran: dict[str, Any] = {"input": file, "text": text, "tokens": tokens, "shape": shape}
+    ran |= {"size": size, "mean": mean, "std": std, "weights": weights, "weights_b": weights_b}
     # An option that has its default cannot be told from one that was left out.
     more = {"pretrained": pretrained, "local": local, "allow_pickle": allow_pickle, "device": device != "cpu"}
     _refuse(values, **ran, **more)
     if not values[0]:  # a file may hold gradients, and sites are chosen among them
         _refuse_gradients("diff", sites)
+    wanted = inputs.Options(file, text, shape, size, mean, std, tokens=tokens)
+    inputs.preparation(wanted)
     left, right = (
         side if held else _model(side, of, allow_pickle, pretrained, device)
         for side, held, of in zip((a, b), values, (weights, weights_b), strict=True)
@@ -241,7 +254,7 @@ def diff(
         # Prepared once, for A where it runs: with an input each, it would be the inputs that differ.
         runs, called = (right, b) if values[0] else (left, a)
         assert isinstance(runs, nn.Module)
-        given = inputs.load(inputs.Options(file, text, shape, tokens=tokens), runs, called).x
+        given = inputs.load(wanted, runs, called).x
     with console.status("comparing"):
         # Sites are chosen in A where A runs, and otherwise among what was compared.
         chosen = None if values[0] else sites

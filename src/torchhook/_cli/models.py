@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,29 @@ def library(package: str) -> Any:
     except ImportError as error:
         raise Trouble(f"{package} is not installed, or not whole ({short(error)}): pip install {package}") from error
     except (RuntimeError, AttributeError) as error:
-        raise Trouble(
-            f"{package} is installed and cannot be imported ({short(error)}). A torchvision that was built for another "
-            "torch looks like this: install the two together, from one index (https://pytorch.org/get-started)."
-        ) from error
+        raise Trouble(_not_importable(package, error)) from error
+
+
+def _not_importable(package: str, error: BaseException) -> str:
+    return (
+        f"{package} is installed and cannot be imported ({short(error)}). A torchvision that was built for another "
+        "torch looks like this: install the two together, from one index (https://pytorch.org/get-started)."
+    )
+
+
+@contextlib.contextmanager
+def imports_of(package: str) -> Iterator[None]:
+    """Explain the imports that a library puts off until something of it is used, as transformers does."""
+    try:
+        yield
+    except ImportError as error:
+        cause: BaseException = error
+        # What it says itself is that a name of its own could not be imported; why is what it was raised from.
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, ImportError):
+            raise Trouble(f"{package} cannot import what this model needs: {short(cause)}") from error
+        raise Trouble(_not_importable(package, cause)) from error
 
 
 def _torchvision(name: str, pretrained: bool) -> nn.Module:
@@ -135,17 +155,18 @@ def _transformers(name: str, pretrained: bool) -> nn.Module:
         raise Trouble(
             f"no folder or config file {name!r}. To fetch a model of that name from the hub, add --pretrained."
         )
-    try:
-        config = hugging_face.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
-    except (OSError, ValueError, KeyError) as error:
-        raise Trouble(f"{name} holds no config that transformers can read: {short(error)}") from error
-    # The class that the config names, with its head: AutoModel would be the trunk alone.
-    kind = getattr(hugging_face, (config.architectures or [""])[0], None)
-    if pretrained or _has_weights(path):
-        options = {"local_files_only": not pretrained, "use_safetensors": True}
-        model: nn.Module = (kind or hugging_face.AutoModel).from_pretrained(name, **options)
-        return model
-    return kind(config) if kind is not None else hugging_face.AutoModel.from_config(config)  # type: ignore[no-any-return]
+    with imports_of("transformers"):
+        try:
+            config = hugging_face.AutoConfig.from_pretrained(name, local_files_only=not pretrained)
+        except (OSError, ValueError, KeyError) as error:
+            raise Trouble(f"{name} holds no config that transformers can read: {short(error)}") from error
+        # The class that the config names, with its head: AutoModel would be the trunk alone.
+        kind = getattr(hugging_face, (config.architectures or [""])[0], None)
+        if pretrained or _has_weights(path):
+            options = {"local_files_only": not pretrained, "use_safetensors": True}
+            model: nn.Module = (kind or hugging_face.AutoModel).from_pretrained(name, **options)
+            return model
+        return kind(config) if kind is not None else hugging_face.AutoModel.from_config(config)  # type: ignore[no-any-return]
 
 
 def _imported(home: str, name: str) -> nn.Module:

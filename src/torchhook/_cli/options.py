@@ -41,8 +41,12 @@ Tokens = Annotated[str | None, typer.Option(help="Token ids with commas between:
 Shape = Annotated[str | None, typer.Option(help="Random numbers, as in 1x3x224x224.", rich_help_panel=_IN)]
 Size = Annotated[int | None, typer.Option(help="Resize and crop images to this.", rich_help_panel=_IN)]
 # As text: a list option would have to be repeated for each channel.
-Mean = Annotated[str | None, typer.Option(help="Normalize images: 0.5 or 0.48,0.46,0.41.", rich_help_panel=_IN)]
-Std = Annotated[str | None, typer.Option(help="Normalize images: 0.5 or 0.23,0.22,0.23.", rich_help_panel=_IN)]
+Mean = Annotated[
+    str | None, typer.Option(help="Normalize images, with --std: 0.5 or 0.48,0.46,0.41.", rich_help_panel=_IN)
+]
+Std = Annotated[
+    str | None, typer.Option(help="Normalize images, with --mean: 0.5 or 0.23,0.22,0.23.", rich_help_panel=_IN)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Sites = Annotated[
     list[str] | None, typer.Option("--sites", "-s", help="An address or glob: layer4, 'blocks.*'. Repeatable.")

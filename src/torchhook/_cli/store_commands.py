@@ -71,14 +71,15 @@ def extract(
         raise Trouble(f"--dtype {dtype}: use {', '.join(_DTYPES)}.")
     transform = None if pool is None else transforms.tokens("cls") if pool == "cls" else transforms.pool(pool)
     _check_data(data)
+    wanted = inputs.Options(size=size, mean=mean, std=std)
+    inputs.preparation(wanted)
     with console.status(f"loading {model}"):
         net = models.load(model, weights=weights, allow_pickle=allow_pickle, pretrained=pretrained, device=device)
     # Not before: of a name that means no model, nothing is known.
     (models.say_random if random else models.refuse_random)(model, weights, pretrained)
-    rows = _data(data, net, model, inputs.Options(size=size, mean=mean, std=std))
+    rows = _data(data, net, model, wanted)
     if isinstance(rows, ImageFolder):
-        guess = " (as for ImageNet: the model does not say; --size, --mean and --std do)" * rows.guessed
-        console.say(f"{counted(len(rows), 'image')}, prepared so: {rows.preparation}{guess}")
+        inputs.say_preparation(counted(len(rows), "image"), rows)
     try:
         found = extract_to(
             net,

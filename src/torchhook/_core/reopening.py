@@ -25,6 +25,7 @@ class Reopening:
         self._keep, self._index = keep, index
         self._taps = taps  # as they were built: they are copied, and nothing passes them
         self._name, self._other_names = recording.model_name, recording.other_names
+        self._find_layouts = recording.find_layouts
         self._generates = bool(generators(index))
         self._not_called = {str(site): never_ran.NOT_CALLED for site in taps.targets}
         self._told = never_ran.told(self._not_called)
@@ -41,7 +42,7 @@ class Reopening:
     def made(self, own_threads: bool) -> tuple[Recording, Scope, Taps]:
         """A recording, and what fills it."""
         recording, scope = Recording(self._name), Scope()
-        recording.other_names = self._other_names
+        recording.other_names, recording.find_layouts = self._other_names, self._find_layouts
         recording.wait_with(self._keep.wait)
         return recording, scope, self._taps.renewed(scope, scope if own_threads else None, recording)
 

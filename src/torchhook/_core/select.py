@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchhook._core import naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
 from torchhook._recording.address import PORTS, Calls, Site, call_hint, parse, readings
+from torchhook._values.layout import own_kind
 from torchhook.errors import SelectorError, suggestion
 
 Selector: TypeAlias = (
@@ -318,6 +319,27 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
             else:
                 continue
             yield from ((name, path) for name in names if name != path)
+
+    return find
+
+
+Layouts = Callable[[], Iterable[tuple[str, tuple[str, bool]]]]
+"""Finds pairs of a path and what ``own_kind`` says of the module there."""
+
+
+def layouts(index: Index, targets: list[Target], more: Layouts) -> Layouts:
+    """Finds how the modules of the targets lay out their maps, when it is asked for, and as long as the model lives."""
+    model, paths = weakref.ref(index.root), [target.site.path for target in targets]
+
+    def find() -> Iterator[tuple[str, tuple[str, bool]]]:
+        yield from more()
+        if (root := model()) is None:
+            return
+        walked = Index(root)
+        for path in dict.fromkeys(paths):
+            module = walked.find(path)
+            if module is not None and (kind := own_kind(module)) is not None:
+                yield path, kind
 
     return find
 

@@ -142,6 +142,7 @@ class Session(Shown):
             else:
                 tap.add_look(recorder)
         recording.other_names = other_names(self.index, chosen, recording.other_names)
+        recording.find_layouts = select.layouts(self.index, chosen, recording.find_layouts)
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
         self.taps.root.add_look(actions.inputs_kept_from(keep), first=True)

@@ -70,8 +70,8 @@ class ImageFolder(Dataset[Any]):
         self.interpolation: str
         self.prepare: Callable[[Any], Tensor] | None
         self.crop, self.interpolation, self.prepare = crop, interpolation, prepare
-        self.guessed = False
-        """Whether the settings are those of ImageNet because neither the model nor the caller has said others."""
+        self.guessed: tuple[str, ...] = ()
+        """Those of size, mean and std that are ImageNet's because neither the model nor the caller has said others."""
         self.mean: Tensor = torch.tensor(mean).reshape(-1, 1, 1)
         self.std: Tensor = torch.tensor(std).reshape(-1, 1, 1)
 
@@ -91,7 +91,7 @@ class ImageFolder(Dataset[Any]):
         if "prepare" not in settings and type(model).__module__.startswith("timm."):
             settings["prepare"] = _timms_own(model, changes)
         made = cls(root, **settings)
-        made.guessed = not settings
+        made.guessed = () if "prepare" in settings else tuple(n for n in ("size", "mean", "std") if n not in settings)
         return made
 
     def __len__(self) -> int:

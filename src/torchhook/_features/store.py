@@ -94,7 +94,7 @@ class Store:
             f"{self.url} holds the features of another run:\n  "
             + "\n  ".join(differences)
             + "\nExtract to another path, or pass resume=False to begin again there."
-            + _retry_hint(found)
+            + _retry_hint(wanted, there, found)
         )
 
     def withdraw(self, mine: Manifest) -> None:
@@ -281,15 +281,17 @@ class StoredRows:
         return self._blocks[name]
 
 
-def _retry_hint(found: Contents | None) -> str:
+def _retry_hint(mine: Manifest, there: Manifest, found: Contents | None) -> str:
+    """What to do where rows that were skipped are all that differs: they may have been repaired."""
     # Only what the index knows: this is no reason to read every header.
-    skipped = sum(len(entry.skipped) for entry in found.known.values()) if found is not None else 0
-    if not skipped:
+    known = found.known.values() if found is not None else ()
+    skipped = [there.span(entry.shard)[0] + int(row) for entry in known for row in entry.skipped]
+    if not skipped or _refusal(mine, there.accepting(mine.data, skipped)):
         return ""
     which = (
         "1 row was skipped: where only this one was"
-        if skipped == 1
-        else f"{skipped:,} rows were skipped: where only these were"
+        if len(skipped) == 1
+        else f"{len(skipped):,} rows were skipped: where only these were"
     )
     return f" {which} repaired, retry_skipped=True."
 

@@ -31,12 +31,12 @@ class Layer(NamedTuple):
     type: str
     parameters: int
     shape: Shape | None = None
-    """The sizes of its output, a tuple of these for an output of several tensors, if the model was run; ``None`` if it
-    was not, or never called this module."""
+    """The sizes of its first call's output, a tuple of these for an output of several tensors, if the model was run;
+    ``None`` if it was not, or never called this module."""
     shared_with: str | None = None
     """The first name of a module that has more than one."""
     output: str | None = None
-    """Its output in a few words."""
+    """Its output in a few words: that of its first call, and how many other calls' differ from it and each other."""
     trainable: int = 0
     """Those of the parameters that require a gradient."""
     kernel: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class Layer(NamedTuple):
     """Of all its calls; ``None`` if nobody asked for them."""
     seconds: float | None = None
     memory: int | None = None
-    """The bytes of its output."""
+    """The bytes of its first call's output."""
 
     @property
     def depth(self) -> int:
@@ -161,7 +161,7 @@ def _run(
     times: dict[str, float] = {}
     if "time" in wanted:
         with calling.undisturbed(model), calling.evaluating(model):
-            _, times = seconds(model, index, given, 3)
+            times = seconds(model, index, given, 3)[1].whole
     return seen, times
 
 

@@ -17,6 +17,7 @@ from torchhook._core.session import Session
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
+from torchhook._words import listed
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -25,9 +26,10 @@ Shape = tuple[Any, ...]
 
 
 class Seen(NamedTuple):
-    """What the last call of a module gave, and the multiply-adds of all its calls."""
+    """What the first call of a module gave, and the multiply-adds of all its calls."""
 
     output: str | None
+    """In a few words, and how many others there were that differ."""
     shape: Shape | None
     memory: int | None
     multiply_adds: int | None
@@ -85,6 +87,8 @@ class _Look:
         # A stack: a module may run inside its own call.
         self._open: list[int] = []
         self._sum = 0
+        # Texts alone, in order: the shapes of a layer that is used at several places.
+        self._outputs: dict[str, None] = {}
 
     def enter(self, value: Any, call: int) -> None:
         assert self._counter is not None
@@ -96,9 +100,13 @@ class _Look:
             if not self._open:
                 # A multiply-add is two operations.
                 self._sum += (self._counter.get_total_flops() - start) // 2
-        nbytes = sum(t.nbytes for t in tree.tensors(value) if t.layout == torch.strided and not t.is_nested)
+        self._outputs[tree.describe(value)] = None
+        first = self._seen.get(self._key)
+        if first is None:
+            nbytes = sum(t.nbytes for t in tree.tensors(value) if t.layout == torch.strided and not t.is_nested)
+            first = Seen(None, _shape(value), nbytes, None)
         sums = None if self._counter is None else self._sum
-        self._seen[self._key] = Seen(tree.describe(value), _shape(value), nbytes, sums)
+        self._seen[self._key] = first._replace(output=listed(list(self._outputs), most=1), multiply_adds=sums)
 
 
 def _shape(value: Any) -> Shape | None:

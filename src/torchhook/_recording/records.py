@@ -51,6 +51,9 @@ class Recording:
         self._aliases: set[tuple[str, str]] = set()
         self.other_names: Callable[[], Iterable[tuple[str, str]]] = tuple
         """Finds more of them: other names of shared modules, each with the one that was recorded."""
+        self.find_layouts: Callable[[], Iterable[tuple[str, tuple[str, bool]]]] = tuple
+        """Finds how the modules that were recorded lay out their maps, by path, as ``own_kind`` says it."""
+        self._layouts: dict[str, tuple[str, bool]] = {}
         self._waits: list[Callable[[], None]] = []
 
     # A copy or a pickle holds what was kept so far, and its own counter goes on from there.
@@ -58,6 +61,7 @@ class Recording:
     def __getstate__(self) -> dict[str, Any]:
         self.wait()
         self._find_other_names()
+        self._find_layouts()
         return {**self.__dict__, "order": None, "_waits": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,6 +93,16 @@ class Recording:
         """Let shared modules be read under each of their names."""
         find, self.other_names = self.other_names, tuple
         self._aliases.update(find())
+
+    def layout_of(self, site: Site) -> tuple[str, bool] | None:
+        """How maps are laid out at a site, as far as its module says it: see ``own_kind``."""
+        self._find_layouts()
+        outwards = site.op is None and site.port in ("output", "grad", "grad_total")
+        return self._layouts.get(site.path) if outwards else None
+
+    def _find_layouts(self) -> None:
+        find, self.find_layouts = self.find_layouts, tuple
+        self._layouts.update(find())
 
     def wait_with(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` before anything is read: values may still be on their way."""
@@ -292,6 +306,8 @@ class Recording:
         passed = [self._pass(record.site, (record.call, record.order, None)) for record in records]
         several = Counter(record.site for record in records)
         self._find_other_names()
+        places = {record.site for record in records if isinstance(record.value, Tensor) and record.value.dim() > 3}
+        layouts = {site.path: kind for site in places if (kind := self.layout_of(site)) is not None}
         about = {
             "model": self.model_name,
             "records": [[_plain(record.site), record.call] for record in records],
@@ -304,6 +320,7 @@ class Recording:
             # Where there are any: a file of one forward pass has no more than it had.
             **({"replaced": self.replaced} if self.replaced else {}),
             **({"windows": windows} if windows else {}),
+            **({"layouts": dict(sorted(layouts.items()))} if layouts else {}),
             **({"steps": self.passes.plain(passed)} if self.passes else {}),
         }
         names = [_name(record, several[record.site]) for record in records]
@@ -320,6 +337,7 @@ class Recording:
         recording.recomputed = dict(about["recomputed"])
         # Older files do not say these.
         recording.replaced, recording.stopped = dict(about.get("replaced", {})), about.get("stopped", "")
+        recording._layouts = {path: (kind, sure) for path, (kind, sure) in about.get("layouts", {}).items()}
         for (place, op, port), calls in about.get("windows", ()):
             recording._rows[_site(place, op, port)] = Window([None], ran=calls)
         for ((place, op, port), call), value in zip(about["records"], values, strict=True):

@@ -102,10 +102,11 @@ def collect(
     _note_parts(view, index, notes)
     # A first name comes before the others, so that its numbers are there already.
     for layer in layers:
-        layer.seconds = times.get(layer.path)
+        layer.seconds, layer.own = times.whole.get(layer.path), times.own.get(layer.path)
         if layer.shared_with is not None:
             first = layers[layer.shared_with]
-            layer.ran, layer.seconds, layer.silent, layer.idle = first.ran, first.seconds, first.silent, first.idle
+            layer.ran, layer.seconds, layer.own = first.ran, first.seconds, first.own
+            layer.silent, layer.idle = first.silent, first.idle
     text = found.text
     word = "token" if next_token(output) else "class"
     if found.label is not None:
@@ -124,7 +125,7 @@ def collect(
         classes=likely(output, labels),
         choices=f"the most likely {'next tokens' if word == 'token' else 'classes'}",
         banner=banner,
-        times=_times(layers, plain, times),
+        times=_times(layers, plain),
         notes=notes,
     )
 
@@ -260,10 +261,11 @@ def _tokens(given: Inputs, texts: Sequence[str] | None, picture: Picture | None,
     return tokens
 
 
-def _times(layers: list[LayerFacts], plain: float, times: dict[str, float]) -> Times:
+def _times(layers: list[LayerFacts], plain: float) -> Times:
     parents = {layer.parent for layer in layers}
-    own = sum(x.seconds or 0.0 for i, x in enumerate(layers) if i not in parents and x.shared_with is None)
-    return Times(plain, times.get(""), own)
+    # Under its other names a shared layer would be counted again.
+    own = sum(x.own or 0.0 for i, x in enumerate(layers) if i not in parents and x.shared_with is None)
+    return Times(plain, layers[0].seconds, own)
 
 
 def clock(seconds: float) -> str:

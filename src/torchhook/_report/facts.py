@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torchhook._words import listed
+
 
 # The scripts and the template of the page read these fields by name: what is renamed here, Python does not miss there.
 # Numbers that are not finite become null on the way, so that None and NaN look the same to a script.
@@ -92,12 +94,21 @@ class LayerFacts:
     """False for containers that have no forward."""
     shared_with: int | None = None
     ran: int = 0
+    outputs: list[str] = dataclasses.field(default_factory=list)
+    """The shapes that its calls gave, each once, also those of calls that are not shown."""
     seconds: float | None = None
+    own: float | None = None
+    """Its seconds without those of the layers that it called."""
     calls: list[Call] = dataclasses.field(default_factory=list)
     silent: str = ""
     """Why it never ran."""
     idle: str = ""
     """Why that it never ran changes nothing."""
+
+    @property
+    def output(self) -> str:
+        """The shape of its first call's output, and how many others there were."""
+        return listed(self.outputs, most=1)
 
 
 @dataclasses.dataclass
@@ -129,7 +140,7 @@ class Times:
     plain: float | None
     clocked: float | None
     own: float
-    """In layers that hold no other layers, of the clocked pass."""
+    """In layers that hold no others, of the clocked pass: the rest is what the others do themselves."""
 
 
 @dataclasses.dataclass

@@ -8,7 +8,7 @@ import contextlib
 from torch import Tensor, nn
 
 from torchhook._values import tree
-from torchhook._values.layout import Grids, Layout, channel_dim, guess, infer
+from torchhook._values.layout import Grids, Layout, guess, infer, kind_by_type
 from torchhook._values.tree import Inputs
 from torchhook.errors import LayoutError
 
@@ -35,8 +35,7 @@ class Layouts:
         # What comes after a convolution, tokens too, often lies on its grid.
         if self._grids.concern(module):
             self._grids.see(value)
-        dim = channel_dim(module, value.dim())
-        kind = None if dim is None else "channels_last" if dim == value.dim() - 1 else "channels_first"
+        kind = kind_by_type(module, value.dim())
         if value.dim() == 3:
             patches = self._patches and kind != "channels_first"
             return self._tokens(value) if patches else guess(value.shape, kind or "channels_last")

@@ -184,6 +184,9 @@ class _Looker:
 
     def value(self, value: Any, call: int) -> None:
         self._layer.ran = call + 1
+        text = tree.describe(value)
+        if text not in self._layer.outputs:
+            self._layer.outputs.append(text)
         if call >= _CALLS:
             return
         tensors = list(tree.tensors(value))
@@ -192,7 +195,7 @@ class _Looker:
         if whole is not None and is_part(whole):
             self._view.parts[self._layer.path] = None
         seen = Call(
-            shape=tree.describe(value),
+            shape=text,
             dtype="/".join(dict.fromkeys(dtype_name(t.dtype) for t in tensors)) or "-",
             device="/".join(dict.fromkeys(str(t.device) for t in tensors)) or "-",
             # A sparse tensor raises when asked for its bytes.

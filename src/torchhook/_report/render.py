@@ -10,7 +10,9 @@ from typing import Any
 from torchhook._report.facts import Page
 from torchhook.errors import require
 
-_LIGHT = ("path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "silent", "idle")
+_LIGHT = (
+    "path", "type", "parent", "depth", "parameters", "runs", "shared_with", "ran", "seconds", "own", "silent", "idle",
+)  # fmt: skip
 
 
 def render(page: Page) -> str:
@@ -24,10 +26,11 @@ def render(page: Page) -> str:
     )  # fmt: skip
     plain = page.plain()
     tree, details = [], []
-    for layer in plain.pop("layers"):
+    for facts, layer in zip(page.layers, plain.pop("layers"), strict=True):
         calls = layer["calls"]
-        light = {key: layer[key] for key in _LIGHT}
-        tree.append(light | {key: calls[0][key] if calls else None for key in ("shape", "dtype", "nbytes")})
+        light = {key: layer[key] for key in _LIGHT} | {"shape": facts.output or None}
+        tree.append(light | {key: calls[0][key] if calls else None for key in ("dtype", "nbytes")})
+        del layer["outputs"]  # said in the tree, and many where a model generates
         details.append(layer)
     return str(
         environment.get_template("report.html.j2").render(

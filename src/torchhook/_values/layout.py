@@ -22,7 +22,7 @@ _UNEVEN = 1.5  # strides of one map may differ this much: padding and rounding i
 _MOST_PREFIX = 16
 _PREFIXES = (0, 1, 2, 5)  # none, class token, distillation token too, class token and four registers
 _LEAST_SIDE = 7  # fewer tokens than 7 × 7 may as well be words
-_MANY_CHANNELS = 4  # times the side of a map
+_MANY_CHANNELS = 4  # times the side of a map: no map of so many columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +224,15 @@ def over_image(tokens: int, size: Sequence[int]) -> Layout | None:
 
 
 def looks_channels_last(shape: Sequence[int]) -> bool:
-    """Whether the shape of one example speaks for channels last by itself: a square, and far more channels than sides.
+    """Whether the shape of one example speaks for channels last: the two sides that are equal are those of the map.
 
-    >>> looks_channels_last((7, 7, 96)), looks_channels_last((64, 64, 128))
-    (True, False)
+    >>> looks_channels_last((56, 56, 96)), looks_channels_last((96, 56, 56)), looks_channels_last((8, 8, 8))
+    (True, False, False)
     """
-    return len(shape) >= 3 and shape[-3] == shape[-2] and shape[-1] >= _MANY_CHANNELS * max(shape[:-1])
+    if len(shape) < 3 or shape[-3] != shape[-2] or shape[-2] == shape[-1]:
+        return False
+    # Of a volume two sides may be equal, and the third not: it is no channel dim unless it has the most.
+    return len(shape) == 3 or shape[-1] > max(shape[:-1])
 
 
 def looks_like_batch(shape: Sequence[int], kind: str | None = None) -> bool:
@@ -238,7 +241,8 @@ def looks_like_batch(shape: Sequence[int], kind: str | None = None) -> bool:
     """
     if len(shape) != 3:
         return len(shape) > 3
-    tokens = kind is None and shape[1] != shape[2] and square_grid(shape[1]) is not None
+    # Two equal sides are those of a map.
+    tokens = kind is None and shape[1] not in (shape[0], shape[2]) and square_grid(shape[1]) is not None
     return shape[0] == 1 or kind == "tokens" or tokens
 
 
@@ -253,6 +257,7 @@ def known_kind(kind: str | None, also: str = "") -> str | None:
 
 _SPATIAL = ("Conv", "ConvTranspose", "InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
 _BY_RANK = {rank: tuple(getattr(nn, f"{kind}{rank}d") for kind in _SPATIAL) for rank in (1, 2, 3)}
+_ANY = 6  # more dims than any of these layers needs
 _CHANNELS_SECOND = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm)
 
 
@@ -285,6 +290,42 @@ def channel_dim(module: nn.Module, dims: int) -> int | None:
     else:
         return None
     return dim if 0 <= dim < dims else None
+
+
+def own_kind(module: nn.Module) -> tuple[str, bool] | None:
+    """How the maps that a module gives are laid out, and whether its type says so, or only all the layers in it do.
+
+    >>> own_kind(nn.Conv2d(3, 8, 3)), own_kind(nn.Sequential(nn.LayerNorm(8), nn.GELU())), own_kind(nn.ReLU())
+    (('channels_first', True), ('channels_last', False), None)
+    """
+    if (kind := kind_by_type(module, _ANY)) is not None:
+        return kind, True
+    inside = {kind for part in module.modules() if (kind := kind_by_type(part, _ANY)) is not None}
+    return (inside.pop(), False) if len(inside) == 1 else None
+
+
+def kind_by_type(module: nn.Module, dims: int) -> str | None:
+    """``channel_dim`` as a kind of layout."""
+    dim = channel_dim(module, dims)
+    return None if dim is None else "channels_last" if dim == dims - 1 else "channels_first"
+
+
+def told(shape: Sequence[int], grids: Collection[tuple[int, ...]], own: tuple[str, bool] | None) -> str | None:
+    """The kind of one example's maps by what is known besides their shape; ``None`` where that does not tell.
+
+    ``grids`` are those on which other layers gave maps, ``own`` is what ``own_kind`` says of this one.
+
+    >>> told((64, 64, 128), [(64, 128)], None), told((64, 64, 128), [], None)
+    ('channels_first', None)
+    """
+    shape = tuple(shape)
+    if own is not None and own[1]:
+        return own[0]
+    if (shape[1:] in grids) != (shape[:-1] in grids):
+        return "channels_first" if shape[1:] in grids else "channels_last"
+    # A patch embedding is a convolution, and often gives what that made turned around, with many channels.
+    turned = looks_channels_last(shape) and shape[-1] >= _MANY_CHANNELS * max(shape[:-1])
+    return None if own is None or turned else own[0]
 
 
 class Grids:

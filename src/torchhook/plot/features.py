@@ -40,8 +40,9 @@ def feature_maps(
     >>> len(figure.axes)
     8
 
-    Reduced maps are drawn smoothly, single channels pixel by pixel. Tokens are laid out on their grid, and maps that
-    look like channels last (7 × 7 × 96) are turned, which the title then says.
+    Reduced maps are drawn smoothly, single channels pixel by pixel. Tokens are laid out on their grid, and maps
+    with their channels last are turned: a recording knows them by their layer, and otherwise 56 × 56 × 96 looks like
+    them, the equal sides being those of the map, which the title then says.
 
     Args:
         source: A recording, a value, or several by name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from torchhook._values import tree
 from torchhook._values.elements import dense, readable
 from torchhook._values.finite import finite
 from torchhook._values.histograms import inner_range, with_room
-from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch
+from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch, told
 from torchhook._words import plural
 from torchhook.errors import MissingRecordError
 
@@ -32,6 +32,8 @@ class Value(NamedTuple):
     tensor: Tensor
     recorded: bool
     """Whether dim 0 is known to be the examples."""
+    kind: str | None = None
+    """Where its channels are, if it is known by more than its shape."""
 
 
 def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Value]:
@@ -39,21 +41,45 @@ def values(source: Source, sites: str | Iterable[str] | None = None) -> list[Val
     value, its first floating-point tensor."""
     wanted = [sites] if isinstance(sites, str) else None if sites is None else list(sites)
     if isinstance(source, Recording):
-        pairs = _recorded(source) if wanted is None else [(n, v) for key in wanted for n, v in _calls(source, key)]
+        # Call by call, not site by site: the second call of a ResNet's ReLU comes after the second convolution.
+        picked = [(None, source.records())] if wanted is None else [(key, source.records(key)) for key in wanted]
+        known = _kinds(source)
+        given = [(name, record.value, known(record)) for key, found in picked for name, record in _named(key, found)]
     elif isinstance(source, Mapping):
         if wanted is not None and (unknown := [key for key in wanted if key not in source]):
             raise MissingRecordError(f"nothing called {unknown[0]!r} here; there are: {', '.join(map(str, source))}.")
-        pairs = [(str(n), v) for n, v in source.items() if wanted is None or n in wanted]
+        given = [(str(n), v, None) for n, v in source.items() if wanted is None or n in wanted]
     elif wanted is not None:
         raise TypeError("sites are chosen from a recording or a dict, and this is one value.")
     else:
-        pairs = [("", source)]
+        given = [("", source, None)]
     # A dict is taken for what a recording gives, batch first; a bare tensor may be anything.
     recorded = isinstance(source, (Recording, Mapping))
-    found = [Value(name, tensor, recorded) for name, v in pairs if (tensor := first(v)) is not None and tensor.numel()]
+    found = [Value(n, t, recorded, kind) for n, v, kind in given if (t := first(v)) is not None and t.numel()]
     if not found:
-        raise ValueError("there is no tensor to draw here." if pairs else "the recording is empty: nothing to draw.")
+        raise ValueError("there is no tensor to draw here." if given else "the recording is empty: nothing to draw.")
     return found
+
+
+def _kinds(recording: Recording) -> Callable[[Record], str | None]:
+    """Tells where the channels of a record are, by the module that gave it and by the maps of other modules."""
+    grids = {
+        tuple(shape[2:] if own[0] == "channels_first" else shape[1:-1])
+        for record in recording.records()
+        for shape in _shapes(record)
+        if (own := recording.layout_of(record.site)) is not None and own[1]
+    }
+
+    def known(record: Record) -> str | None:
+        found = [told(shape[1:], grids, recording.layout_of(record.site)) for shape in _shapes(record)]
+        return next(iter(found), None)
+
+    return known
+
+
+def _shapes(record: Record) -> Iterator[tuple[int, ...]]:
+    """Of what has room for maps."""
+    return (tuple(t.shape) for t in tree.tensors(record.value) if not t.is_nested and t.dim() > 3)
 
 
 def one(source: Source, sites: str | None = None) -> Value:
@@ -65,23 +91,12 @@ def one(source: Source, sites: str | None = None) -> Value:
     return found[0]
 
 
-def _recorded(recording: Recording) -> list[tuple[str, Any]]:
-    # Call by call, not site by site: the second call of a ResNet's ReLU comes after the second convolution.
-    found = sorted(recording.records(), key=lambda record: record.order)
-    calls = Counter(record.site for record in found)
-    return [(_named(record, calls[record.site]), record.value) for record in found]
-
-
-def _named(record: Record, calls: int) -> str:
+def _named(key: str | None, records: list[Record]) -> Iterator[tuple[str, Record]]:
     # The number of the call only where there are several: most layers run once.
-    return str(record.site if calls == 1 else record.site.but(call=record.call))
-
-
-def _calls(recording: Recording, key: str) -> list[tuple[str, Any]]:
-    found = recording.records(key)
-    if len(found) == 1:
-        return [(key, found[0].value)]
-    return [(_named(record, len(found)), record.value) for record in found]
+    calls = Counter(record.site for record in records)
+    for record in records:
+        once = calls[record.site] == 1
+        yield str((key or record.site) if once else record.site.but(call=record.call)), record
 
 
 def first(value: Any) -> Tensor | None:
@@ -118,11 +133,12 @@ def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequenc
     # A matrix that nobody recorded is one map; a recorded one is examples by features, which was dealt with above.
     if value.tensor.dim() == 2 and kind != "tokens" and grid is None:
         return Maps(batch.numpy())
-    found = guess(batch.shape, kind, grid)
+    own = value.kind if batch.dim() > 3 else None
+    found = guess(batch.shape, kind or own, grid)
     if len(found.grid) == 1:  # text, or a sequence: rows and columns
         what = "channels × places" if kind == "channels_first" else "tokens × channels"
         return Maps(batch[sample][None].numpy(), what, flat=True)
-    assumed = "channels last" if kind is None and found.kind == "channels_last" else ""
+    assumed = "channels last" if kind is None and own is None and found.kind == "channels_last" else ""
     return Maps(found.picture(batch, sample).numpy(), _left_out(found), assumed=assumed)
 
 

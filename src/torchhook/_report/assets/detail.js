@@ -48,6 +48,7 @@ class Detail {
       device: call ? call.device : null,
       parameters: layer.parameters ? format.whole(layer.parameters) : null,
       time: layer.seconds === null ? null : format.time(layer.seconds) + this.share(layer),
+      "own time": this.holds(i) && layer.own !== null ? format.time(layer.own) : null,
       memory: call ? format.bytes(call.nbytes) : null,
       calls: layer.ran > 1 ? String(layer.ran) : null,
       "dead channels": call && call.value && call.value.dead ? `${format.whole(call.value.dead)} of ${format.whole(call.value.channels)}` : null,
@@ -77,6 +78,10 @@ class Detail {
 
   found(kind, i) {
     return this.page.findings.some((finding) => finding.kind === kind && finding.layers.some(([at]) => at === i));
+  }
+
+  holds(i) {
+    return this.page.layers.some((layer) => layer.parent === i);
   }
 
   share(layer) {
@@ -138,27 +143,32 @@ class Detail {
 
   times() {
     const layers = this.page.layers;
-    const parents = new Set(layers.map((layer) => layer.parent));
-    const leaves = layers.map((_, i) => i).filter((i) => i && layers[i].seconds && !parents.has(i));
-    if (leaves.length < 3) return null;
-    const most = Math.max(...leaves.map((i) => layers[i].seconds));
-    const chart = svg("svg", { class: "chart", viewBox: `0 0 ${leaves.length} 100`, preserveAspectRatio: "none", role: "img", "aria-label": "Time of each layer" });
-    const wide = leaves.length > 150 ? 1 : 0.8;
-    leaves.forEach((i, at) => {
-      const high = (layers[i].seconds / most) * 100;
+    // A layer that holds others computes too: each has the time that is its own. A shared one has it once.
+    const shown = layers.map((_, i) => i).filter((i) => layers[i].own && layers[i].shared_with === null);
+    if (shown.length < 3) return null;
+    const slowest = shown.reduce((best, i) => (layers[i].own > layers[best].own ? i : best));
+    const chart = svg("svg", { class: "chart", viewBox: `0 0 ${shown.length} 100`, preserveAspectRatio: "none", role: "img", "aria-label": "Own time of each layer" });
+    const wide = shown.length > 150 ? 1 : 0.8;
+    const name = (i) => layers[i].path || "(model)";
+    shown.forEach((i, at) => {
+      const high = (layers[i].own / layers[slowest].own) * 100;
       const bar = svg("rect", { x: at, y: 100 - high, width: wide, height: high }, svg("title"));
-      bar.firstChild.textContent = `${layers[i].path}: ${format.time(layers[i].seconds)}`;
+      bar.firstChild.textContent = `${name(i)}: ${format.time(layers[i].own)}`;
       bar.addEventListener("click", () => this.go(i));
       chart.append(bar);
     });
-    return el("section", {}, el("h3", {}, "Time", el("small", {}, `of ${leaves.length} ${leaves.length === 1 ? "layer" : "layers"} without children, first to last; the slowest takes ${format.time(most)}`)), el("div", { class: "card" }, chart), this.account());
+    return el(
+      "section", {},
+      el("h3", {}, "Time", el("small", {}, `of ${shown.length} layers, each without the layers in it, first to last; the slowest is ${name(slowest)} with ${format.time(layers[slowest].own)}`)),
+      el("div", { class: "card" }, chart), this.account(),
+    );
   }
 
-  // Where the time went that no layer has.
+  // Where the time went, all of it.
   account() {
     const { plain, clocked, own } = this.page.times || {};
     if (!clocked) return "";
-    return el("p", { class: "note" }, `A plain forward pass takes ${format.time(plain)}. With a clock at every layer it took ${format.time(clocked)}, ${format.time(own)} of it in the layers above. The other ${format.time(Math.max(0, clocked - own))} lie between them: operations that no layer owns, Python, and the clocks.`);
+    return el("p", { class: "note" }, `A plain forward pass takes ${format.time(plain)}. With a clock at every layer it took ${format.time(clocked)}, ${format.time(own)} of it in layers that hold no others. The other ${format.time(Math.max(0, clocked - own))} are what layers with others in them do themselves: their own operations, Python, and the clocks.`);
   }
 }
 
