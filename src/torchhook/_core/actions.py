@@ -18,6 +18,7 @@ from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
+from torchhook._torch import out_of_checkpoints
 from torchhook._values import tree
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.heads import Where
@@ -134,7 +135,8 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
 
     def pass_on(value: Any, call: int) -> Any:
         if not tap.recomputing:
-            look(value, call)
+            with out_of_checkpoints():
+                look(value, call)
         return value
 
     return pass_on

@@ -32,6 +32,7 @@ from torchhook._torch.checkpoints import (  # noqa: E402
     understands_checkpoints,
     will_run_again,
 )
+from torchhook._torch.dispatch import dispatch_modes, kept_out, out_of_checkpoints  # noqa: E402
 from torchhook._torch.func import (  # noqa: E402
     in_transform,
     is_wrapped,
@@ -72,6 +73,7 @@ __all__ = [
     "base_of",
     "caller",
     "current_node",
+    "dispatch_modes",
     "ended_tasks",
     "frames",
     "graph_task",
@@ -79,10 +81,12 @@ __all__ = [
     "innermost_module",
     "is_lazy_clone",
     "is_wrapped",
+    "kept_out",
     "lazy_clone",
     "materialized",
     "mode_is_on",
     "next_sequence_number",
+    "out_of_checkpoints",
     "pytree_nodes",
     "quantized_per_channel",
     "quantized_per_tensor",
