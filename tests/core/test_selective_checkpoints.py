@@ -333,3 +333,42 @@ def test_what_was_saved_and_then_written_to_is_an_error_and_no_wrong_gradient() 
     seen, _ = bare(plain, ["body.0"], lambda value: value.clone().pow(2))
     (plain(X).sum() + seen["body.0"].sum()).backward()
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+# -- reentrant ones, which run without gradients first ------------------------------------------------------------
+
+
+class Reentrant(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=True))
+
+
+LIVE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "capture": lambda model, x: th.run(model, x, capture="body.0", keep="live"),
+    "layers": lambda model, x: th.FeatureLayers(model, ["body.0"])(x),
+    "attached": lambda model, x: th.FeatureLayers(model, ["body.0"], attach=True)(x),
+    "extractor": lambda model, x: th.FeatureExtractor(model, ["body.0"], stop=True)(x),
+    "operation": lambda model, x: th.run(model, x, capture="body.3/tanh", keep="live"),
+}
+
+
+@pytest.mark.parametrize("how", LIVE)
+def test_a_value_that_would_be_off_the_graph_is_refused(how: str) -> None:
+    with pytest.raises(th.errors.SessionError, match=r"^'body.* runs in a reentrant checkpoint.* use_reentrant=False"):
+        LIVE[how](Reentrant(True), X.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("how", LIVE)
+@pytest.mark.parametrize("why", ["no gradients", "nothing that needs one"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_value_that_would_have_no_gradient_anyway_is_kept(how: str, why: str) -> None:
+    with torch.set_grad_enabled(why != "no gradients"):
+        LIVE[how](Reentrant(True), X)
+
+
+@pytest.mark.parametrize("keep", ["copy", "clone", "reference"])
+def test_detached_values_are_kept_in_a_reentrant_checkpoint(keep: str) -> None:
+    model, x = Reentrant(True), X.clone().requires_grad_()
+    with th.capture(model, "body.0", keep=keep) as rec:
+        model(x).sum().backward()
+    torch.testing.assert_close(rec["body.0"], model.body[0](X).detach(), check_device=False)

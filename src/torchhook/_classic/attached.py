@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torchhook import _torch, edits, transforms
-from torchhook._core import functional, hooks, taps
+from torchhook._core import actions, functional, hooks, taps
 from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units, early_end
@@ -181,6 +181,8 @@ class _StaticTap(taps.Tap):
                 # The compiler drops a clone where nothing overwrites the value.
                 values[self.key].append(self._kept(value))
             else:
+                if learning:
+                    actions.refuse_off_graph(self.site)
                 with _torch.out_of_checkpoints():
                     values[self.key].append(self._kept(value if self.check is None else self.check(value)))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()

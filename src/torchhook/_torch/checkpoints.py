@@ -141,6 +141,15 @@ def will_run_again() -> bool:
     return not reentrant or any(isinstance(segment, reentrant) for segment in segments()[1])
 
 
+def loses_graph() -> bool:
+    """Whether the running code is in a reentrant checkpoint that runs for the first time and will have gradients: what
+    it makes now is on no graph, and what the backward pass makes again is another tensor."""
+    if _names() is None or torch.is_grad_enabled():
+        return False
+    reentrant = _kinds()[1]
+    return any(isinstance(one, reentrant) and any(getattr(one, "needs_input_grad", ())) for one in segments()[1])
+
+
 def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
     plain, reentrant = _kinds()
     for value in values:
