@@ -7,7 +7,7 @@ with all others, ``Step`` does it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 from torch import Tensor, nn, strided
@@ -74,7 +74,7 @@ class Looks:
         return _ParameterGradient(self, site, parameter)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
     return type(value) is Tensor and not value.is_nested and not in_transform()
 
 
