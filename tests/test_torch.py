@@ -35,6 +35,9 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch.autograd.Variable._execution_engine": ("nested_gradients", "Variable._execution_engine"),
     "torch._C._current_graph_task_id": ("checkpointed", RIGHT),
     "torch._C._autograd._top_saved_tensors_default_hooks": ("checkpointed", RIGHT),
+    "torch._C._len_torch_dispatch_stack": ("selective", RIGHT),
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": ("selective", "_get_current_dispatch_mode_stack"),
+    "torch._C._pop_torch_dispatch_stack": ("selective", "_pop_torch_dispatch_stack"),
     "torch._C._current_autograd_node": ("guarded", RIGHT),
     "torch.multiprocessing.reductions.StorageWeakRef": ("guarded", RIGHT),
     "torch._C.DisableTorchFunction": ("guarded", RIGHT),
@@ -58,6 +61,7 @@ NEEDED = {  # by torch itself, so that a process without them would show nothing
     "torch.utils.checkpoint.CheckpointFunction._backward_cls",
     "torch._native_multi_head_attention",
     "torch._C._push_on_torch_function_stack",
+    "torch._C._push_on_torch_dispatch_stack",
 }
 # What the oldest torch does not have yet: there, every other test shows what is done without it.
 LATER = {"torch._C._autograd._top_saved_tensors_default_hooks"}

@@ -10,13 +10,14 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 class _Gone:
@@ -147,6 +148,30 @@ def checkpointed(understood: bool = True) -> None:
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
 
 
+def selective() -> None:
+    import torchhook as th
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    x, projection = torch.randn(2, 3), torch.randn(3, 3)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+            return checkpoint(layers, x, use_reentrant=False, context_fn=contexts)
+
+    for layer in (layers[0], layers[2], layers[4]):
+        layer.bias = None
+    expected = torch.autograd.grad(layers(x).pow(2).sum(), layers[0].weight)[0]
+    with th.capture(net := Net(), "layers.0", transform=lambda value: value @ projection):
+        found = torch.autograd.grad(net(x).pow(2).sum(), layers[0].weight)[0]
+    assert torch.allclose(found, expected)
+
+
 def guarded() -> None:
     import torchhook as th
 
@@ -240,7 +265,19 @@ def watched() -> None:
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (captured, in_vmap, gradients, nested_gradients, checkpointed, guarded, attended, saved, heard, watched)
+    for f in (
+        captured,
+        in_vmap,
+        gradients,
+        nested_gradients,
+        checkpointed,
+        selective,
+        guarded,
+        attended,
+        saved,
+        heard,
+        watched,
+    )
 }
 SCENARIOS["not_understood"] = lambda: checkpointed(understood=False)
 

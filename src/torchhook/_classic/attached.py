@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torchhook import _torch, edits, transforms
-from torchhook._core import functional, hooks, taps
+from torchhook._core import actions, functional, hooks, taps
 from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units, early_end
@@ -184,9 +184,14 @@ class _StaticTap(taps.Tap):
             value = self._edited(value)
             edited.append(self.key)
         if self.needed is not None:
-            checked = value if self.check is None or torch.compiler.is_compiling() else self.check(value)
-            # The compiler drops a clone where nothing overwrites the value.
-            values[self.key].append(_cloned(checked if self.transform is None else self.transform(checked)))
+            if torch.compiler.is_compiling():
+                # The compiler drops a clone where nothing overwrites the value.
+                values[self.key].append(self._kept(value))
+            else:
+                if learning:
+                    actions.refuse_off_graph(self.site)
+                with _torch.out_of_checkpoints():
+                    values[self.key].append(self._kept(value if self.check is None else self.check(value)))
             ends = self.scope_to_end is not None and not torch.compiler.is_compiling()
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
                 if self.before_end is not None:
@@ -194,6 +199,9 @@ class _StaticTap(taps.Tap):
                 raise Stop(self.scope_to_end)  # type: ignore[arg-type]
         running.pop()
         return value
+
+    def _kept(self, value: Any) -> Any:
+        return _cloned(value if self.transform is None else self.transform(value))
 
     def _edited(self, value: Any) -> Any:
         if not compiler.in_trace():

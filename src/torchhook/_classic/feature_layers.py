@@ -64,7 +64,9 @@ class FeatureLayers(Featured):
 
     def _result(self, named: Named, output: Any) -> Any:
         # In an exported program a dict: it has the names, and loads where this library is not installed.
-        return (dict(named) if compiler.is_exporting() else FeatureList(named)), output
+        if compiler.is_exporting():
+            return dict(named), output
+        return FeatureList([value for _, value in named], [path for path, _ in named]), output
 
 
 class FeatureLayer(Featured):

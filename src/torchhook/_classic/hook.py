@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchhook._core.keep import Keep
+from torchhook._torch import kept_out
 
 
 class Hook:
@@ -21,6 +22,7 @@ class Hook:
         self.features_out_hook: list[Any] = []
         self._keep = Keep("live")  # on the graph: its users compute losses and gradients from what it keeps
 
+    @kept_out
     def __call__(self, module: nn.Module, fea_in: Any, fea_out: Any) -> None:
         self.module_name.append(type(module))
         self.features_in_hook.append(self._keep.value(fea_in))

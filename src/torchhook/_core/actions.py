@@ -18,6 +18,7 @@ from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._recording.address import Calls, Site
+from torchhook._torch import loses_graph, out_of_checkpoints
 from torchhook._values import tree
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.heads import Where
@@ -98,6 +99,27 @@ def checked(check: Callable[[Any], Any] | None, look: Look) -> Look:
     return look if check is None else lambda value, call: look(check(value), call)
 
 
+def on_graph(site: Site, keep: Keep, look: Look) -> Look:
+    """Refuses to keep a value as one on the graph where it is on none."""
+    if keep.mode != "live":
+        return look
+
+    def look_at_live(value: Any, call: int) -> None:
+        refuse_off_graph(site)
+        look(value, call)
+
+    return look_at_live
+
+
+def refuse_off_graph(site: Site) -> None:
+    """Say of a site whose value is wanted on the graph that a reentrant checkpoint keeps it off."""
+    if loses_graph():
+        raise SessionError(
+            f"{site.shown!r} runs in a reentrant checkpoint, without gradients until the backward pass: what is kept "
+            "of it now would have none. Checkpoint with use_reentrant=False, or keep detached values (th.capture)."
+        )
+
+
 def knowing_padding(padding: CallPadding | None, path: str, look: Look) -> Look:
     """Has transforms know what of a value is padding, as the call that runs says."""
     if padding is None:
@@ -134,7 +156,8 @@ def looked_at_first(tap: Tap, look: Look) -> Edit:
 
     def pass_on(value: Any, call: int) -> Any:
         if not tap.recomputing:
-            look(value, call)
+            with out_of_checkpoints():
+                look(value, call)
         return value
 
     return pass_on

@@ -29,7 +29,7 @@ from torchhook._core.listening import Alias, Entered, GradientListener, is_unuse
 from torchhook._core.scope import Scope
 from torchhook._core.taps import Tap
 from torchhook._core.writes import TensorHook, root
-from torchhook._torch import graph_task, version
+from torchhook._torch import graph_task, kept_out, version
 from torchhook._values import tree
 
 _DEEP = 1000
@@ -195,6 +195,7 @@ class GradTap(Tap):
         if not self._session.closed:
             self._look(tree.map_tensors(lambda t: arrived.get(id(t)), empty), call)
 
+    @kept_out
     def _look(self, value: Any, call: int) -> None:
         self.ran += 1
         for look in self.looks:

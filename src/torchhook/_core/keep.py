@@ -26,7 +26,16 @@ from torchhook._core import per_site
 from torchhook._core.index import ids_of
 from torchhook._core.per_site import PerSite
 from torchhook._recording.address import Site
-from torchhook._torch import base_of, in_transform, is_lazy_clone, lazy_clone, storage_key, unwrapped, use_count
+from torchhook._torch import (
+    base_of,
+    in_transform,
+    is_lazy_clone,
+    lazy_clone,
+    out_of_checkpoints,
+    storage_key,
+    unwrapped,
+    use_count,
+)
 from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
@@ -151,10 +160,9 @@ class Keep:
     def value(self, value: Any) -> Any:
         """What is kept of one passing value."""
         if self.transform is not None:
-            if self.mode in ("copy", "clone"):
-                with torch.no_grad():
-                    value = self.transform(value)
-            else:
+            # A checkpoint that runs has hooks on what autograd saves, and would miss what is not saved again.
+            on_graph = self.mode in ("live", "reference") and torch.is_grad_enabled()
+            with out_of_checkpoints() if on_graph else torch.no_grad():
                 value = self.transform(value)
         if isinstance(value, Tensor):
             return self._tensor(value)

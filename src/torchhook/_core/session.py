@@ -128,10 +128,10 @@ class Session(Shown):
             site = target.site
             rows = recording.opened(site, max_records, calls)
             own = keep.placed(site, taps.heads_at(target, at_once=True)) if keep.asks_where else keep
-            fast = not units and not before_edits and padding is None
+            fast = not units and not before_edits and padding is None and keep.mode != "live"
             if fast and taps.record(target, own, rows, recording.order, task):
                 continue
-            tap, recorder = taps.of(target), own.recorder(rows.append, recording.order)
+            tap, recorder = taps.of(target), actions.on_graph(site, own, own.recorder(rows.append, recording.order))
             recorder = actions.checked(units.checked(site) if units else None, recorder)
             recorder = actions.of_leaf(site, actions.knowing_padding(padding, site.path, recorder))
             recorder = actions.only_keep(calls, recorder, self._seen)

@@ -22,7 +22,14 @@ from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import UNSEEN, Scope, active
 from torchhook._recording.records import Rows
-from torchhook._torch import graph_task, saved_tensor_hooks, torch_task
+from torchhook._torch import (
+    dispatch_modes,
+    graph_task,
+    kept_out,
+    out_of_checkpoints,
+    saved_tensor_hooks,
+    torch_task,
+)
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, held_by_call, put_after, put_before
 from torchhook._values.tree import Inputs
@@ -170,6 +177,11 @@ class Tap:
                 self.note_segments(call)
         for edit in self.edits:
             value = edit(value, call)
+        return self._seen(value, call, source, again)
+
+    @kept_out
+    def _seen(self, value: Any, call: int, source: Any, again: bool) -> Any:
+        """Show a value to those who only look, unless they have seen it before, and to those who alias it."""
         if not again:
             self.look(value, call)
         for alias in self.aliases:
@@ -199,7 +211,7 @@ class OutputTap(Tap):
         scope = self.scope
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
-        if not self._edits and not listeners and not repeated and graph_task() == -1:
+        if not self._edits and not listeners and not repeated and graph_task() == -1 and not dispatch_modes():
             # What take does then, without the call: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
@@ -249,6 +261,7 @@ class RecordTap(OutputTap):
             or listeners
             or repeated
             or torch_task() != -1
+            or dispatch_modes()
         ):
             return super().__call__(module, args, output)
         call = next(self.calls)
@@ -279,7 +292,7 @@ class CustomTap(OutputTap):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.is_foreign() or id(self) in repeated:
             return
-        with own_work:
+        with own_work, out_of_checkpoints():
             value = self.function(module, args, output)
         if value is not None:
             self.take(value)
@@ -295,7 +308,7 @@ class InputTap(Tap):
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
-        if not self.edits and not listeners and not repeated and graph_task() == -1:
+        if not self.edits and not listeners and not repeated and graph_task() == -1 and not dispatch_modes():
             # What take does then, without the calls: the model is entered this way, and what has gradients to be seen.
             call = next(self.calls)
             self.ran = call + 1

@@ -292,7 +292,7 @@ def _differs(bad: list[Bad[Where]], repeated: Repeated) -> str:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """What is done here is no operation of the model."""
-    with own_work, _torch.unheard():
+    with own_work, _torch.unheard(), _torch.out_of_checkpoints():
         yield
 
 
@@ -346,13 +346,14 @@ class _Exit(Tap):
             return
         call, self.count = self.count, self.count + 1
         if not (self.spared or first.blind or output is None):
-            if listeners:
+            if listeners or _torch.dispatch_modes():
                 with _quietly():
                     first.note(self, call, output)
             else:
                 first.note(self, call, output)
         if not running and not repeating:
-            first.end(output)
+            with _torch.out_of_checkpoints():  # also when a run is repeated
+                first.end(output)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         after_call_always(undo, module, self, first=False)

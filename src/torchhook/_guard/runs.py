@@ -67,6 +67,8 @@ class Given(NamedTuple):
             raise CannotRepeat(f"an input of shape {tuple(self.tensor.shape)} was written to since")
         # A copy may be written to again, and is still needed.
         tensor = self.copy.clone() if self.is_written and self.copy is not None else self.tensor.detach()
+        if _torch.in_transform():  # which knows itself what it differentiates by, and lets nobody else say so
+            return tensor
         tensor.requires_grad_(self.requires_grad)
         return tensor if self.is_leaf or not self.requires_grad else tensor.view_as(tensor)
 

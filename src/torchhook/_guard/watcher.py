@@ -34,7 +34,7 @@ from torchhook._guard.operations import (
 from torchhook._guard.pending import Pending
 from torchhook._guard.runs import repeating
 from torchhook._guard.uninitialized import Uninitialized, without_nan
-from torchhook._torch import graph_task
+from torchhook._torch import graph_task, kept_out
 from torchhook._values.memory import origin, storage
 
 
@@ -127,6 +127,7 @@ class Watcher(Listener):
 
     # -- operations ---------------------------------------------------------------------------
 
+    @kept_out
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,6 +139,7 @@ class Watcher(Listener):
         self._backward.begin_op()
         return args, kwargs
 
+    @kept_out
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self._overwritten = self._overwritten, {}
         outputs = results(output, args, wrote=bool(before))

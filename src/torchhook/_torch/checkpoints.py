@@ -121,6 +121,17 @@ def segments() -> tuple[Any, list[Any]]:
     return recomputed, first
 
 
+def in_checkpoint() -> bool:
+    """Whether a segment that is not reentrant runs here, for the first time or again."""
+    hooks, names = saved_tensor_hooks(), _names()
+    if hooks is None or names is None:
+        return False
+    if getattr(hooks[0], "__globals__", None) is names:
+        return True
+    recomputed, first = segments()  # others may have put hooks of their own inside of it
+    return recomputed is not None or bool(first)
+
+
 def will_run_again() -> bool:
     """Whether the running code is in a reentrant checkpoint that runs for the first time: without gradients, which
     the recomputation has. Where nobody knows, it may be."""
@@ -128,6 +139,15 @@ def will_run_again() -> bool:
         return False
     reentrant = _kinds()[1]
     return not reentrant or any(isinstance(segment, reentrant) for segment in segments()[1])
+
+
+def loses_graph() -> bool:
+    """Whether the running code is in a reentrant checkpoint that runs for the first time and will have gradients: what
+    it makes now is on no graph, and what the backward pass makes again is another tensor."""
+    if _names() is None or torch.is_grad_enabled():
+        return False
+    reentrant = _kinds()[1]
+    return any(isinstance(one, reentrant) and any(getattr(one, "needs_input_grad", ())) for one in segments()[1])
 
 
 def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:

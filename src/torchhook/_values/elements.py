@@ -152,9 +152,10 @@ def floats(tensor: Tensor) -> Tensor | None:
 
     ``None`` for integers, and where nothing can be read.
     """
-    # Inside torch.func a tensor is a wrapper, whose numbers cannot be asked for.
-    if not (tensor.is_floating_point() or tensor.is_complex()) or is_fake(tensor) or _torch.in_transform():
+    if not (tensor.is_floating_point() or tensor.is_complex()) or is_fake(tensor):
         return None
+    if _torch.in_transform():  # there it is a wrapper, whose numbers cannot be asked for: those behind it can
+        tensor = _torch.unwrapped(tensor)
     if is_freed(tensor):
         return None
     tensor = local(tensor.detach())

@@ -7,13 +7,14 @@ with all others, ``Step`` does it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import ref
 
 from torch import Tensor, nn, strided
 
 from torchhook._core.taps import Look
-from torchhook._torch import version_of
+from torchhook._torch import in_transform, unwrapped, version_of
+from torchhook._values import tree
 from torchhook._values.statistics import Measure
 from torchhook._watch.ledger import Ledger
 from torchhook._watch.places import Places
@@ -53,7 +54,7 @@ class Looks:
 
         def look(value: Any, call: int) -> None:
             if self.step is not None and not self.step.has_seen(site):
-                self.step.saw(site, value, False)
+                self.step.saw(site, _numbers(value) if in_transform() else value, False)
 
         return look
 
@@ -73,6 +74,15 @@ class Looks:
         return _ParameterGradient(self, site, parameter)
 
 
+def _is_plain(value: Any) -> TypeGuard[Tensor]:
+    return type(value) is Tensor and not value.is_nested and not in_transform()
+
+
+def _numbers(value: Any) -> Any:
+    """What is behind the wrappers of ``torch.func``: of ``vmap``, the values of all samples."""
+    return tree.map_tensors(unwrapped, value)
+
+
 class _Value:
     """Looks at what passes one site."""
 
@@ -89,7 +99,7 @@ class _Value:
         step = looks.step
         if step is None:
             return
-        if not looks.has_rows or type(value) is not Tensor or value.is_nested:
+        if not looks.has_rows or not _is_plain(value):
             self._look(step, value, call)
             return
         unit, made, shape, latest = None, None, value.shape, step.latest_value
@@ -129,6 +139,7 @@ class _Value:
 
     def _look(self, step: Step, value: Any, call: int) -> None:
         """At a value that is in some way unlike those before."""
+        value = _numbers(value) if in_transform() else value
         if self._tell is not None:
             self._tell(value, call)
             if isinstance(value, Tensor) and not value.is_nested:
@@ -149,6 +160,8 @@ class _Gradient:
         step = self._looks.step
         if step is None:
             return
+        if in_transform():
+            value = _numbers(value)
         latest, found = step.latest_gradient, step.gradients.get(self._site)
         if type(value) is not Tensor:
             row = None
@@ -183,6 +196,10 @@ class _ParameterGradient:
         step = self._looks.step
         if step is None or gradient is None:  # torch calls hooks where none comes (pytorch#11751)
             return
+        if in_transform():
+            gradient = unwrapped(gradient)
+            if gradient.shape != self._parameter.shape:  # one for each sample: none of them is the parameter's
+                return
         if type(gradient) is Tensor and self._parameter.grad is None:
             kind = gradient.device, gradient.dtype
             # As long as it is the same parameter, its gradients are of one shape: else all looks are made anew.
