@@ -78,6 +78,12 @@ def expects_gradients(unit: Any) -> bool:
     return "BACKWARD" in getattr(state, "name", "BACKWARD")
 
 
+def syncs_gradients(wrapper: Any) -> bool | None:
+    """Whether FSDP1 reduces the gradients of this pass (``no_sync``); ``None`` where torch does not tell."""
+    found: bool | None = getattr(wrapper, "_sync_gradients", None)
+    return found
+
+
 def end_forward(modules: Iterable[nn.Module], values: Callable[[], Iterable[Tensor]]) -> None:
     """Have FSDP do what it does when forward returns, for a pass that was left: ``values`` are what it gave instead.
 
