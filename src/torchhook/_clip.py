@@ -147,6 +147,7 @@ class _Followed:
         return None if is_known else home
 
     def follow(self, home: Home) -> None:
+        self._limits.follows(home)
         if home.way == "own":
             self._handles.on_gradient(home.parameter, self._limits.limit)
         elif home.way == "replicated":
@@ -180,6 +181,12 @@ class _Limits:
         self._stages: Any = None
         """The process group of the pipeline."""
         self._unsettled = False
+        self._perhaps_unused: dict[int, Home] = {}
+
+    def follows(self, home: Home) -> None:
+        """From now on, this parameter's gradient is limited."""
+        if home.may_be_unused:
+            self._perhaps_unused[id(home.parameter)] = home
 
     def look_around(self) -> None:
         """The model runs: perhaps as a stage of a pipeline, for one microbatch of several."""
@@ -231,7 +238,10 @@ class Clamped(_Limits):
 
     def _clamp(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        self._act([home for home in waiting.values() if home.is_reduced])
+        # A rank that did not use a parameter gets the gradient of those that did.
+        units = {id(home.unit) for home in waiting.values()}
+        others = {key: home for key, home in self._perhaps_unused.items() if id(home.unit) in units}
+        self._act([home for home in {**others, **waiting}.values() if home.is_reduced])
 
     def _act(self, homes: list[Home]) -> None:
         for home in homes:
@@ -309,6 +319,7 @@ def clamp_for_good(parameters: Iterable[tuple[nn.Module, str]], homes: Homes, bo
         home = homes.of(module, name)
         if home is None or not home.parameter.requires_grad:
             continue
+        limits.follows(home)
         if home.way == "own":
             hooks.on_gradient(home.parameter, limits.limit)
         elif home.way == "replicated":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._capture import capture, run
+from torchhook._classic.api import FeatureExtractor
 from torchhook._core.offload import has_offloaded, is_offloaded, loaded
 from torchhook._diff.api import diff
 from torchhook._extract.api import extract
@@ -155,3 +156,36 @@ def test_a_model_that_is_meant_to_be_on_the_meta_device_is_no_offloaded_one() ->
     assert rec["0.weight"].device.type == "meta"
     with loaded(net[0]):
         assert net[0].weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("site", ["0", "0/linear", "0:input", "3/linear"])
+@pytest.mark.parametrize("how", ["run", "attached"])
+def test_weights_are_taken_back_where_the_forward_pass_ended_early(
+    offloaded: nn.Sequential, site: str, how: str
+) -> None:
+    before = [tensor.device for tensor in (*offloaded.parameters(), *offloaded.buffers())]
+    with torch.no_grad():
+        if how == "run":
+            _, rec = run(offloaded, X, capture=site, stop=True)
+            value = rec[site]
+        else:
+            value = FeatureExtractor(offloaded, [site], stop=True, attach=True)(X)[site]
+        original: Any = model()
+        expected = {"0": original[0], "0/linear": original[0], "0:input": lambda x: x, "3/linear": original}
+        assert torch.equal(value, expected[site](X))
+    assert [tensor.device for tensor in (*offloaded.parameters(), *offloaded.buffers())] == before
+
+
+def test_a_hook_of_ones_own_beside_those_of_accelerate_is_not_told_of_an_output(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+    class Sees(accelerate.hooks.ModelHook):  # type: ignore[misc, name-defined]
+        def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+            return output + 1
+
+    net = model()
+    accelerate.cpu_offload(net, execution_device="cpu")
+    accelerate.hooks.add_hook_to_module(net[0], Sees(), append=True)
+    _, rec = run(net, X, capture="0/linear", stop=True)
+    assert torch.equal(rec["0/linear"], model()[0](X))
+    assert net[0].weight.device.type == "meta"

@@ -76,6 +76,18 @@ def test_one_that_closes_twice_is_counted_once(world: Any) -> None:
     assert second.missing(["group"]) == [0]
 
 
+def test_a_rank_that_does_it_twice_is_one_rank(world: Any) -> None:
+    first, again = opened(world, 0), opened(world, 0)
+    assert first.missing(["group"]) == [1]
+    opened(world, 1)
+    world.rank = 0
+    again.close()
+    assert first.missing(["group"]) == []
+    first.close()
+    world.rank = 1
+    assert opened(world, 1).missing(["group"]) == [0]
+
+
 def test_who_comes_alone_to_a_meeting_goes_on_alone(world: Any) -> None:
     first, second = opened(world, 0), opened(world, 1)
     assert not second.meet(["group"])

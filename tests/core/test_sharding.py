@@ -114,3 +114,22 @@ def test_in_one_process_full_is_what_there_is() -> None:
         net(torch.ones(1, 3)).sum().backward()
     torch.testing.assert_close(rec["0.weight:grad"], net[0].weight.grad)
     assert rec["0"].shape == (1, 4)
+
+
+def test_where_torch_no_longer_tells_how_a_pass_is_ended_that_is_said(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    repair_fsdp2()
+    net: Any = model()
+    fully_shard(net)
+    state = type(net._get_fsdp_state())
+    with th.capture(net, "0", stop=True) as rec, torch.no_grad():
+        net(torch.ones(1, 3))
+    assert rec["0"].shape == (1, 4)
+    net = model()
+    fully_shard(net)  # its hooks hold the method still
+    monkeypatch.delattr(state, "_post_forward")
+    with pytest.raises(th.errors.TorchVersionError, match="_post_forward"), torch.no_grad():
+        th.run(net, torch.ones(1, 3), capture="0", stop=True)

@@ -190,9 +190,47 @@ def tensor_parallel_one_rank() -> Any:
     return {key: rec[key].to_local() if hasattr(rec[key], "to_local") else rec[key] for key in rec}
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+PARTIAL = ["norm.weight:grad", "down/linear"]
+
+
+def partial_one_rank() -> Any:
+    """Sequence parallelism: some values are sums that no rank has, of which this one keeps its summand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    model = Normed()
+    up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    plan = {"norm": SequenceParallel(), "up": up, "down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    x = batch().view(2, 4, 6).chunk(2, 1)[distributed.get_rank()]
+    if distributed.get_rank() == 1:
+        loss(model(x)).backward()
+        return "no session"
+    with th.capture(model, *PARTIAL) as rec:
+        loss(model(x)).backward()
+    return {site: (rec[site].placements[0].is_partial(), tuple(rec[site].shape)) for site in PARTIAL}
+
+
 SCENARIOS = {
     f.__name__: f
     for f in (
+        partial_one_rank,
         attached,
         ended_early_inside,
         tensor_parallel,

@@ -181,6 +181,12 @@ def test_one_rank_alone_captures_its_part_and_nobody_waits(found: Results) -> No
     close(captured["head"], output.detach())
 
 
+def test_one_rank_alone_keeps_its_summand_of_a_partial_value(found: Results) -> None:
+    captured, other = found["partial_one_rank"]
+    assert other == "no session"
+    assert captured == {"norm.weight:grad": (True, (6,)), "down/linear": (True, (2, 4, 6))}
+
+
 @pytest.mark.shows("Tensor parallel: diff and report of this rank's part")
 def test_what_is_compared_and_reported_of_this_ranks_part_alone_is_said(found: Results) -> None:
     a = net().blocks[0].a(batch()).detach()

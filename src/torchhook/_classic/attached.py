@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torchhook import _torch, edits, transforms
-from torchhook._core import actions, functional, hooks, taps
+from torchhook._core import actions, early_end, functional, hooks, taps
 from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
-from torchhook._core.lost_gradients import Units, early_end
+from torchhook._core.lost_gradients import Units
 from torchhook._core.scope import Scope, Stop
 from torchhook._core.select import Target
 from torchhook._recording.address import Site
@@ -73,7 +73,7 @@ class Attached:
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
         self._scope = Scope() if stop else None
-        units, ends = Units(index), early_end(index)
+        units, ends = Units(index), early_end.refusal(index)
         # How many calls of each site make the features complete.
         self._needed: dict[str, int] = {}
         for feature in wanted:
@@ -130,6 +130,7 @@ class Attached:
             if stop.scope is not self._scope:
                 raise
             functional.unwind(depths)
+            early_end.settle(Index(model), stop, values.values)
         finally:
             call.state = before
         return Kept(values, edited, output)

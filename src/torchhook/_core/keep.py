@@ -40,6 +40,7 @@ from torchhook._torch.hooks import held_by_tuple, held_by_view
 from torchhook._values import devices, tree
 from torchhook._values.heads import KnownHeads
 from torchhook._values.host_copies import HostCopies
+from torchhook._values.subclasses import cloned
 from torchhook._values.wrappers import ORDINARY, carrying, is_causal_bias
 from torchhook.transforms import Transform
 
@@ -292,4 +293,4 @@ def _at_once() -> None:
 def _detached_clone(tensor: Tensor) -> Tensor:
     # Not always detach: subclasses refuse it on inference tensors.
     tensor = unwrapped(tensor)
-    return (tensor.detach() if tensor.requires_grad else tensor).clone()
+    return cloned(tensor.detach() if tensor.requires_grad else tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import hooks
-from torchhook._core.index import Index, unwrapped, within
+from torchhook._core.index import Index, unwrapped
 from torchhook._core.sharding import Homes
 from torchhook._recording.address import Site
 from torchhook._torch.sharded import expects_gradients, shards
@@ -64,35 +64,6 @@ class Units:
     def _leaves(self, module: nn.Module, name: str) -> list[Tensor]:
         home, live = self._homes.of(module, name), module._parameters.get(name)
         return [leaf for leaf in (live, None if home is None else home.leaf) if leaf is not None]
-
-
-def early_end(index: Index) -> Callable[[], None]:
-    """What is called before a forward pass ends early with a value on its graph: refuses where that loses gradients.
-
-    DDP and FSDP1 make ready for the backward pass when forward returns. Without that, each rank of DDP would keep the
-    gradients of its own batch without a word.
-    """
-
-    def check() -> None:
-        kind = _ranks_wrapper(index)
-        if kind is not None and torch.is_grad_enabled():
-            raise SessionError(
-                f"stop=True ends the forward pass of a {kind} before it is ready for a backward pass: the gradients "
-                "would not be put together over the ranks. Call it under torch.no_grad(), leave out stop=True, or put "
-                f"the {kind} around th.FeatureExtractor(model, names, stop=True)."
-            )
-
-    return check
-
-
-def _ranks_wrapper(index: Index) -> str | None:
-    """The kind of what is around the model itself and puts gradients together over the ranks."""
-    module = index.given
-    while module is not index.root:  # each of them holds one module that matters, and has its name
-        if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
-            return type(module).__name__
-        module = within(module)
-    return None
 
 
 def _reaches(node: Any, leaves: set[int]) -> bool:

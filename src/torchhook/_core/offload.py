@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ def is_offloaded(module: nn.Module) -> bool:
         return False
     # accelerate leaves a hook of its own with the modules that it takes care of. A model that is on the meta device
     # without one is meant to be there.
-    return any(type(held).__module__.partition(".")[0] == "accelerate" for held in vars(module).values())
+    return bool(_of_accelerate(vars(module).values()))
 
 
 def has_offloaded(model: nn.Module) -> bool:
@@ -50,3 +52,22 @@ def read(module: nn.Module, name: str) -> Iterator[Tensor]:
                 "it: its numbers cannot be read. Capture what the module makes of it, or load the model whole."
             )
         yield tensor
+
+
+def take_back(frames: Sequence[FrameType]) -> None:
+    """Have accelerate take back the weights of the modules that were running in these frames, and are not any more."""
+    # What it puts in the place of forward is a function; its hooks, which are objects, are called before and after it.
+    for frame in reversed(frames) if "accelerate" in sys.modules else ():
+        module = frame.f_locals.get("module") if frame.f_globals.get("__name__") == "accelerate.hooks" else None
+        if isinstance(module, nn.Module) and "self" not in frame.f_locals:
+            for held in _of_accelerate(vars(module).values()):
+                for hook in _of_accelerate(getattr(held, "hooks", (held,))):  # another one may want to see an output
+                    getattr(hook, "post_forward", _nothing)(module, None)
+
+
+def _of_accelerate(objects: Iterable[Any]) -> list[Any]:
+    return [one for one in objects if type(one).__module__.partition(".")[0] == "accelerate"]
+
+
+def _nothing(module: nn.Module, output: Any) -> None:
+    """What else accelerate leaves with a module."""

@@ -21,6 +21,7 @@ from torchhook._core.ranks import Together
 from torchhook._core.select import Target
 from torchhook._core.sharding import Home, Homes
 from torchhook._recording.address import Site
+from torchhook._torch.memory import version_of
 
 
 class ParameterGradients:
@@ -32,6 +33,8 @@ class ParameterGradients:
         self._full = together is not None
         self._together = together
         self._reduced: list[_Reduced] = []
+        self._passed: set[int] = set()
+        self._heard: set[int] = set()
         self._ended = AfterBackward()
 
     def follow(self, target: Target, tap: GradTap, attachment: Attachment) -> Tensor:
@@ -50,9 +53,19 @@ class ParameterGradients:
         mark = functools.partial(_mark, reduced, self._ended, self._deliver)
         if home.way == "replicated":
             attachment.follow(home.leaf, mark)
+            self._hear_all(home, attachment)
         else:
             attachment.follow_accumulated(home.leaf, mark)
         return home.parameter
+
+    def _hear_all(self, home: Home, attachment: Attachment) -> None:
+        """Hear of each pass of what replicates a parameter, also of one in which this rank does not use it."""
+        if home.may_be_unused and id(home.unit) not in self._heard:
+            self._heard.add(id(home.unit))
+            passes = functools.partial(_mark_unit, id(home.unit), self._passed, self._ended, self._deliver)
+            for other in self._homes:
+                if other.unit is home.unit:
+                    attachment.follow(other.leaf, passes)
 
     def _announce(self, attachment: Attachment) -> None:
         if self._together is None:
@@ -63,10 +76,13 @@ class ParameterGradients:
     def _deliver(self) -> None:
         # In the order of the sites, which is the same on all ranks; that in which gradients arrive may not be.
         for reduced in self._reduced:
-            if reduced.arrived:
-                reduced.arrived = False
-                if reduced.home.is_reduced:
-                    self._take(reduced)
+            # A rank that did not use a parameter gets the gradient of those that did.
+            came = reduced.arrived or (id(reduced.home.unit) in self._passed and reduced.is_written)
+            reduced.arrived = False
+            if came and reduced.home.is_reduced:
+                self._take(reduced)
+            reduced.note()
+        self._passed.clear()
 
     def _take(self, reduced: _Reduced) -> None:
         home, tap = reduced.home, reduced.tap
@@ -89,10 +105,30 @@ class _Reduced:
     def __init__(self, home: Home, tap: GradTap, site: Site) -> None:
         self.home, self.tap, self.site = home, tap, site
         self.arrived = False
+        self.note()
+
+    def note(self) -> None:
+        """Note what is there already."""
+        grad = self.home.parameter.grad if self.home.may_be_unused else None
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = -1 if grad is None else version_of(grad)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a gradient that was not there before."""
+        grad = self.home.parameter.grad
+        if grad is None:
+            return False
+        return self._grad is None or self._grad() is not grad or self._version != version_of(grad)
 
 
 def _mark(reduced: _Reduced, ended: AfterBackward, deliver: Callable[[], None], *_: Any) -> None:
     reduced.arrived = True
+    ended.ask(deliver)
+
+
+def _mark_unit(unit: int, passed: set[int], ended: AfterBackward, deliver: Callable[[], None], *_: Any) -> None:
+    passed.add(unit)
     ended.ask(deliver)
 
 

@@ -49,8 +49,9 @@ class Together:
     def _count(self, more: int) -> None:
         # One number for all, so that all ranks are asked about at once; one for each, to name those that are missing.
         if self._store is not None:
-            self._store.add(f"{self._key}/{distributed.get_rank()}", more)
-            self._store.add(self._key, more)
+            mine = self._store.add(f"{self._key}/{distributed.get_rank()}", more)
+            if mine == (more > 0):  # the first that it opens, the last that it closes: a rank is counted once
+                self._store.add(self._key, more)
 
     def missing(self, groups: Iterable[Any]) -> list[int]:
         """The ranks of these groups that do not do it, or no longer do."""

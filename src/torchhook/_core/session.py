@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchhook._core import actions, calling, functional, hooks, never_ran, select, steps, wiring
+from torchhook._core import actions, calling, early_end, functional, hooks, never_ran, select, steps, wiring
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.lost_gradients import Units, early_end
+from torchhook._core.lost_gradients import Units
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
@@ -161,7 +161,7 @@ class Session(Shown):
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
         targets = list(targets)
-        sites, check = frozenset(target.site for target in targets), early_end(self.index)
+        sites, check = frozenset(target.site for target in targets), early_end.refusal(self.index)
         waiting = set(sites)
         self._wait_again = lambda: waiting.update(sites)
         for target in targets:
@@ -297,6 +297,7 @@ class Session(Shown):
             if stop.scope is not self.scope:
                 raise
             functional.unwind(depths)
+            early_end.settle(self.index, stop, self.recording.values)
             self.recording.stopped = f"stop=True ended each forward pass at {self.scope.stopped_at!r}"
             return Stopped(str(self.scope.stopped_at))
 
@@ -324,19 +325,20 @@ class Session(Shown):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        stopped = isinstance(error, Stop) and error.scope is self.scope
+        stop = error if isinstance(error, Stop) and error.scope is self.scope else None
         try:
             if error is not None:
                 functional.unwind(self._depths)
                 never_ran.explain(error, self._keeps)
-            if stopped:
+            if stop is not None:
+                early_end.settle(self.index, stop, self.recording.values)
                 self.recording.stopped = (
                     f"stop=True left the block at {self.scope.stopped_at!r}: calls of the model after this one did not "
                     "run. session.run(x) ends each pass alone"
                 )
         finally:
-            self._close(None if stopped else error)
-        return stopped
+            self._close(None if stop is not None else error)
+        return stop is not None
 
     def __del__(self) -> None:
         if self._is_shutting_down():

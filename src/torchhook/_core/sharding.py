@@ -39,15 +39,23 @@ class Home(NamedTuple):
     groups: tuple[Any, ...] = ()
     """The process groups over which its parts lie."""
     unit: Any = None
-    """What puts it together."""
+    """The wrapper, or FSDP2's state, that puts it or its gradient together."""
 
     @property
     def is_reduced(self) -> bool:
         """Whether what ``.grad`` holds now is the sum over all ranks: a pass under ``no_sync`` leaves each its own."""
         if self.way == "replicated":
             return bool(getattr(self.unit, "require_backward_grad_sync", True))
-        grad = self.parameter.grad
-        return self.way != "flat" or grad is None or grad.shape == self.parameter.shape
+        if self.way != "flat":
+            return True
+        syncs, grad = sharded.syncs_gradients(self.unit), self.parameter.grad
+        return (grad is None or grad.shape == self.parameter.shape) if syncs is None else syncs
+
+    @property
+    def may_be_unused(self) -> bool:
+        """Whether there may be a gradient of the others at the end of a pass in which this rank did not use it."""
+        unit = self.unit
+        return self.way == "replicated" and bool(unit.find_unused_parameters or unit.static_graph)
 
     def whole(self, piece: Tensor) -> Tensor:
         """All of what this is the piece of; every rank has to ask."""
@@ -91,7 +99,7 @@ class Homes:
                     shard.leaf,
                     shard.shape,
                     groups,
-                    shard.unit,
+                    module if flat else shard.unit,
                 )
 
     def _add_replicated(self, wrapper: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchhook._core.index import Index
 from torchhook._core.offload import read
+from torchhook._torch import sharded
 from torchhook._values import tree
 from torchhook._values.subclasses import is_distributed, local
 
@@ -73,7 +74,8 @@ def _sums(flat: Tensor) -> np.ndarray:
         return np.zeros(1, np.int64)
     if type(flat) is Tensor and flat.device.type == "cpu":
         # By numpy, in one pass: torch multiplies whole numbers into memory first, and takes nine times as long.
-        items, factors = flat.numpy(), _weights().numpy()
+        # FSDP frees what it gathered, which it cannot any more once numpy has had the memory.
+        items, factors = (flat.clone() if sharded.are_ranks() else flat).numpy(), _weights().numpy()
         blocks = (items[low : low + _BLOCK].astype(np.int64, copy=False) for low in range(0, len(items), _BLOCK))
         return np.array([np.dot(block, factors[: len(block)]) for block in blocks])
     weights = _weights(flat.device)

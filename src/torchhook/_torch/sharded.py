@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+
+from torchhook._torch.finding import missing
 
 
 class Shard(NamedTuple):
@@ -76,9 +78,64 @@ def expects_gradients(unit: Any) -> bool:
     return "BACKWARD" in getattr(state, "name", "BACKWARD")
 
 
+def syncs_gradients(wrapper: Any) -> bool | None:
+    """Whether FSDP1 reduces the gradients of this pass (``no_sync``); ``None`` where torch does not tell."""
+    found: bool | None = getattr(wrapper, "_sync_gradients", None)
+    return found
+
+
+def end_forward(modules: Iterable[nn.Module], values: Callable[[], Iterable[Tensor]]) -> None:
+    """Have FSDP do what it does when forward returns, for a pass that was left: ``values`` are what it gave instead.
+
+    ``modules`` are all that may be running or have been made ready to, from the outside in. Where torch no longer
+    tells how, that is an error: weights that stay gathered would not be seen to change any more.
+    """
+    units = {id(unit): (unit, module) for module in modules if (unit := _unit(module)) is not None}
+    found = values() if units and torch.is_grad_enabled() else []
+    output = tuple(value for value in found if value.requires_grad)
+    try:
+        for unit, module in reversed(units.values()):
+            (_end_forward1 if unit is module else _end_forward2)(unit, module, output)
+    except (AttributeError, ImportError):
+        missing("FSDP's _post_forward", "to end its forward pass early (stop=True)")()
+
+
+def _unit(module: nn.Module) -> Any:
+    """FSDP2's state of a module, or a wrapper of FSDP1 itself."""
+    if hasattr(type(module), "_get_fsdp_state"):
+        return module._get_fsdp_state()  # type: ignore[operator]
+    return module if type(module).__name__ == "FullyShardedDataParallel" else None
+
+
+def _end_forward2(state: Any, module: nn.Module, output: tuple[Tensor, ...]) -> None:
+    if state._training_state.name == "FORWARD":
+        state._post_forward(module, None, output)
+        getattr(state, "_modules_to_run_forward", set()).clear()  # those of one unit, some of which have run
+    one = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if one is None else one:
+        if group is not None and group._all_gather_result is not None:  # gathered ahead, for a module that did not run
+            group.wait_for_unshard()
+            group.reshard()
+
+
+def _end_forward1(wrapper: Any, module: nn.Module, output: tuple[Tensor, ...]) -> None:
+    from torch.distributed.fsdp import _runtime_utils as fsdp1
+
+    handle = wrapper._handle
+    if wrapper.training_state.name == "FORWARD_BACKWARD":
+        fsdp1._post_forward(wrapper, handle, fsdp1._post_forward_reshard, module, None, output)
+    elif handle is not None and handle._prefetched:
+        fsdp1._reshard(wrapper, handle, True)
+
+
+def are_ranks() -> bool:
+    """Whether this process is one of a group."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def rank_store() -> Any:
     """Where ranks leave word for each other without waiting; ``None`` where there is one rank, or no such place."""
-    if not distributed.is_available() or not distributed.is_initialized():
+    if not are_ranks():
         return None
     find = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)
     return find() if distributed.get_world_size() > 1 else None
@@ -123,7 +180,7 @@ def _frames(depth: int) -> Iterator[tuple[str, FrameType]]:
 def is_moving_weights(module: nn.Module) -> bool:
     """Whether FSDP or accelerate brings weights to a module or takes them away: none of that is the model's doing."""
     # Asked for every operation: the stack is looked at only where either may be at work.
-    if "_hf_hook" not in vars(module) and not (distributed.is_available() and distributed.is_initialized()):
+    if "_hf_hook" not in vars(module) and not are_ranks():
         return False
     for name, frame in _frames(1):
         if name == "torch.nn.modules.module":

@@ -64,6 +64,23 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy, for which no other rank is asked: torch adds up the summands of a DTensor when it is cloned.
+
+    >>> cloned(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+    if not is_partial(tensor):
+        return tensor.clone()
+    from torch.distributed.tensor import DTensor
+
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    own = tensor.to_local().clone()  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        own, mesh, _placements(tensor), run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
     """The same elements, as a DTensor where ``other`` is one: laid out as it, if the shape is the same.
 
