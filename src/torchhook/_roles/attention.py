@@ -8,7 +8,8 @@ import math
 from torch import nn
 
 from torchhook._recording.address import Site
-from torchhook._roles.branches import FUSED, VIEWS, Branch, Reader, descends, is_norm
+from torchhook._roles.branches import CONTRACTIONS, FUSED, VIEWS, Branch, Reader, comes_from, is_norm
+from torchhook._roles.chain import Chain
 from torchhook._roles.trace import Node, Token, Trace
 
 _PRODUCTS = frozenset({"matmul", "bmm"})
@@ -96,29 +97,55 @@ def _eager(reader: Reader, branch: Branch, node: Node, found: Attention) -> None
         found.sites["k"] = turned.site("input", turned.inputs[0][0])
 
 
-def crosses(reader: Reader, branch: Branch) -> bool | None:
-    """Whether attention looks at something else than the stream: its values are not made from it."""
+def crosses(reader: Reader, branch: Branch, chain: Chain) -> bool | None:
+    """Whether attention looks at something else than the stream: its values are made from what the block is given.
+
+    ``None`` where it is neither: they are parameters, or what an earlier block made of the same stream.
+    """
+    found = values(reader, branch)
+    if found is None:
+        return None
+    part = reader.branch(found[1], found[0])
+    if part.reads:
+        return False
+    stream = {token for block in chain.blocks for _, token in (block.taken, block.made)}
+    own = any(comes_from(reader.trace, token, found[0].start, stream) for token in part.given)
+    return None if own or not part.given else True
+
+
+def values(reader: Reader, branch: Branch) -> tuple[Node, Token] | None:
+    """The call that takes the values of attention, and these.
+
+    Of a softmax, that is the first product of what is made from it with what is no parameter: it may be masked, scaled,
+    or mixed among heads before.
+    """
     node = branch.attends
     assert node is not None
     if node.name in FUSED:
         found = [token for leaf, token in node.inputs if leaf in ("args.2", "kwargs.value")]
-    else:
-        # Also past a part of it: a sink is a column that is cut off after the softmax.
-        product = _taken_by(reader.trace, branch, node.made()[0], VIEWS | {"getitem"})
-        taken = [] if product is None else [t for t in product.taken() if t in reader.trace.floating]
-        found = [t for t in taken if product is not None and not descends(reader.trace, t, product.start, node)]
-        node = node if product is None else product
-    return not reader.branch(found[0], node).reads if len(found) == 1 else None
+        return (node, found[0]) if found else None
+    made = set(node.made())
+    for call in branch.calls:
+        taken = set(call.taken())
+        if call.start < node.end or not made & taken:
+            continue
+        others = [token for token in taken - made if token in reader.trace.floating]
+        parts = [reader.branch(token, call) for token in others] if call.name in CONTRACTIONS else []
+        found = [part.token for part in parts if part.reads or part.given]
+        if found:
+            return (call, found[0]) if len(found) == 1 else None
+        made.update(call.made())
+    return None
 
 
-def _taken_by(trace: Trace, branch: Branch, token: Token, views: frozenset[str] = VIEWS) -> Node | None:
+def _taken_by(trace: Trace, branch: Branch, token: Token) -> Node | None:
     """The next call that does more with a tensor than to look at it otherwise, or to drop parts of it."""
     calls = {id(node) for node in branch.calls}
     for _ in range(8):
         nexts = [n for n in trace.takers.get(token, ()) if n.op is not None and id(n) in calls]
         if not nexts:
             return None
-        if nexts[0].name not in views and not nexts[0].name.startswith("dropout"):
+        if nexts[0].name not in VIEWS and not nexts[0].name.startswith("dropout"):
             return nexts[0]
         token = nexts[0].made()[0]
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from torchhook._recording.address import Site
 from torchhook._roles import attention, claims, experts
 from torchhook._roles.branches import Branch, Reader, Step, added, first_use, goes_on, mixes_more, site_of
 from torchhook._roles.chain import Block, Chain
@@ -11,6 +12,7 @@ from torchhook._roles.findings import Findings
 from torchhook._roles.trace import Trace
 
 INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "pattern", "router", "experts")
+_ROLES = {"attn": "attn_out", "cross": "cross_attn_out", "mlp": "mlp_out"}
 
 
 class BlockNames:
@@ -33,14 +35,16 @@ class BlockNames:
             return
         self._outside()
         branches = [(step, branch) for step in steps for branch in step.branches]
-        kinds = _kinds(reader, [branch for _, branch in branches])
+        kinds = _kinds(reader, [branch for _, branch in branches], self._chain)
         names = self._stream(reader, steps, kinds)
-        for kind, role in (("attn", "attn_out"), ("cross", "cross_attn_out"), ("mlp", "mlp_out")):
-            self._branch(role, [b for (_, b), k in zip(branches, kinds, strict=True) if k == kind], kinds)
+        parts = {of: [b for (_, b), k in zip(branches, kinds, strict=True) if k == of] for of in _ROLES}
+        for kind, role in _ROLES.items():
+            self._branch(role, parts[kind], kinds)
         self._sums(steps, names)
-        self._tokenwise(reader, steps, names, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "mlp"])
-        self._attention(reader, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "attn"])
-        self._experts(reader, [b for (_, b), k in zip(branches, kinds, strict=True) if k == "mlp"])
+        self._tokenwise(reader, steps, names, parts["mlp"], self.name("mlp_out"))
+        self._from_outside(reader, steps, names, parts["cross"])
+        self._attention(reader, parts["attn"])
+        self._experts(reader, parts["mlp"])
 
     # -- the stream -----------------------------------------------------------------------------
 
@@ -110,9 +114,8 @@ class BlockNames:
                     self._post_norm(step, after)
             start, parts = k + 1, []
 
-    def _tokenwise(self, reader: Reader, steps: list[Step], names: list[str], parts: list[Branch]) -> None:
-        """What is called a feed-forward part must look at one token at a time."""
-        name = self.name("mlp_out")
+    def _tokenwise(self, reader: Reader, steps: list[Step], names: list[str], parts: list[Branch], name: str) -> None:
+        """What is called a feed-forward part must look at one token of the stream at a time, and so cross-attention."""
         if len(parts) != 1 or name not in self._found.sites:
             return
         # Not what the block returns: that may be the same tensor, written to in place.
@@ -193,6 +196,25 @@ class BlockNames:
         if parts.scores is not None and {"q", "k"} <= sites.keys():
             text = f"@{names['q']} @{names['k']}ᵀ = {parts.scores}"
             claim(claims.scored(text, (names["q"], sites["q"]), (names["k"], sites["k"]), parts.scores))
+            if parts.call is not None and "v" in sites:
+                self._one_token(names, sites, parts.call)
+
+    def _one_token(self, names: dict[str, str], sites: dict[str, Site], call: Site) -> None:
+        """Of the two factors of the scores, that of which a token changes what is made for it alone is the queries."""
+        text = f"a token of @{names['q']} changes nothing in {call} but its own"
+        self._found.tokens[names["q"]] = claims.one_token(text, names, sites, call)
+
+    def _from_outside(self, reader: Reader, steps: list[Step], names: list[str], parts: list[Branch]) -> None:
+        """What is called cross-attention must have values that stay when the stream changes, and so must its tokens."""
+        name = self.name("cross_attn_out")
+        found = attention.values(reader, parts[0]) if len(parts) == 1 else None
+        if found is None or name not in self._found.sites:
+            return
+        self._tokenwise(reader, steps, names, parts, name)
+        leaf = next(leaf for leaf, token in found[0].inputs if token == found[1])
+        start, site = self.name("resid_pre", 0), found[0].site("input", leaf)
+        text = f"the values of @{name}, {site}, stay when @{start} changes"
+        self._found.outside[name] = start, claims.unmoved(text, name, site)
 
     def _experts(self, reader: Reader, branches: list[Branch]) -> None:
         parts = experts.read(reader, branches[0]) if len(branches) == 1 else None
@@ -221,9 +243,9 @@ class BlockNames:
             self._found.refuse(self.name(kind), why)
 
 
-def _kind(reader: Reader, branch: Branch) -> str:
+def _kind(reader: Reader, branch: Branch, chain: Chain) -> str:
     if branch.attends is not None:
-        crosses = attention.crosses(reader, branch)
+        crosses = attention.crosses(reader, branch, chain)
         if crosses is None or mixes_more(reader, branch) or goes_on(branch):
             return "other"
         return "cross" if crosses else "attn"
@@ -231,9 +253,9 @@ def _kind(reader: Reader, branch: Branch) -> str:
     return "mlp" if branch.contractions >= 2 or chooses else "other"
 
 
-def _kinds(reader: Reader, branches: list[Branch]) -> list[str]:
+def _kinds(reader: Reader, branches: list[Branch], chain: Chain) -> list[str]:
     """What each branch is taken for; whether a feed-forward part is one, its claim decides."""
-    kinds = [_kind(reader, branch) for branch in branches]
+    kinds = [_kind(reader, branch, chain) for branch in branches]
     if kinds.count("mlp") < 2:
         return kinds
     return ["other" if k == "mlp" and _mixes(b) else k for k, b in zip(kinds, branches, strict=True)]

@@ -22,7 +22,7 @@ VIEWS = frozenset(
     | {"type_as", "float", "expand", "swapaxes", "movedim", "view_as", "reshape_as", "clone", "type", "t"}
 )
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack"})
-_CONTRACTIONS = frozenset(
+CONTRACTIONS = frozenset(
     {"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"}
 )
 
@@ -38,10 +38,12 @@ class Branch:
     """The values of the stream that it was made from."""
     attends: Node | None
     """The attention call inside, if there is one."""
+    given: set[Token] = dataclasses.field(default_factory=set)
+    """What else it was made from that was there before the block, parameters aside."""
 
     @property
     def contractions(self) -> int:
-        return sum(1 for node in self.calls if node.name in _CONTRACTIONS)
+        return sum(1 for node in self.calls if node.name in CONTRACTIONS)
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,6 +67,7 @@ class Reader:
         self.stream: set[Token] = set()
         """What the stream is from the block's input to its output."""
         self._ends = (block.node.start, block.node.end)
+        self._handed = {*trace.nodes[-1].taken(), *block.node.taken()}
 
     def steps(self) -> list[Step] | None:
         """The sums from the block's input to its output, or ``None`` where the way is not made of sums alone."""
@@ -139,6 +142,7 @@ class Reader:
         """All calls that a tensor was made by, back to the stream."""
         calls: dict[int, Node] = {}
         reads: set[Token] = set()
+        given: set[Token] = set()
         waiting, seen = [(token, sum_.start)], set[tuple[Token, int]]()
         while waiting:
             current, before = waiting.pop()
@@ -148,15 +152,17 @@ class Reader:
                 reads.add(root if root in self.stream else current)
                 continue
             origin = self.trace.origin(current, before)
+            if origin is None or not self._inside(origin):
+                given |= {current} if origin is not None or current in self._handed else set()
+                continue
             # By both: what is written in place is the same tensor before and after.
-            if origin is None or (current, origin.end) in seen:
+            if (current, origin.end) in seen:
                 continue
             seen.add((current, origin.end))
-            if self._inside(origin):
-                calls[id(origin)] = origin
-                waiting += [(t, origin.start) for t in origin.taken()]
+            calls[id(origin)] = origin
+            waiting += [(t, origin.start) for t in origin.taken()]
         ordered = sorted(calls.values(), key=lambda node: node.end)
-        return Branch(token, sum_, ordered, reads, next((n for n in ordered if attends(self.trace, n)), None))
+        return Branch(token, sum_, ordered, reads, next((n for n in ordered if attends(self.trace, n)), None), given)
 
     def _parts(self, whole: Branch) -> list[Branch] | None:
         """Attention and the rest, where a block adds both up before they join the stream."""
@@ -176,13 +182,18 @@ class Reader:
 
 def descends(trace: Trace, token: Token, before: int, from_: Node) -> bool:
     """Whether a tensor was made from what another call made."""
-    waiting, seen, made = [(token, before)], set[tuple[Token, int]](), set(from_.made())
+    return comes_from(trace, token, before, set(from_.made()), from_.start)
+
+
+def comes_from(trace: Trace, token: Token, before: int, sources: set[Token], since: int = -1) -> bool:
+    """Whether a tensor is one of some others, or was made from one; what was made before ``since`` was not."""
+    waiting, seen = [(token, before)], set[tuple[Token, int]]()
     while waiting:
         current, end = waiting.pop()
-        if current in made:
+        if current in sources:
             return True
         origin = trace.origin(current, end)
-        if origin is None or (current, origin.end) in seen or origin.end < from_.start:
+        if origin is None or (current, origin.end) in seen or origin.end < since:
             continue
         seen.add((current, origin.end))
         waiting += [(t, origin.start) for t in origin.taken()]
@@ -217,7 +228,7 @@ def goes_on(branch: Branch) -> bool:
         if not taken or node.start < attention.end:
             continue
         count, between = max(taken)
-        if node.name in _CONTRACTIONS:
+        if node.name in CONTRACTIONS:
             count, between = count + (between or not count), False
         elif node.name not in VIEWS | ADDS and not node.name.startswith("dropout"):
             between = True

@@ -253,6 +253,30 @@ def tokenwise(text: str, before: tuple[str, Site], result: tuple[str, Site]) -> 
     return Claim(text, (before[0],), (result[0],), (before[1], result[1]), holds)
 
 
+def one_token(text: str, names: dict[str, str], sites: dict[str, Site], call: Site) -> Claim:
+    """Where one token of the queries changes, what attention makes for it does, and nothing else.
+
+    Read are two runs that differ by the token in the middle, side by side.
+    """
+
+    def holds(values: Values) -> str | None:
+        tokens = values[sites["q"]].one.shape[-2]
+        if tokens < 2:
+            return "there are less than two tokens: give inputs with several"
+        one, other = values[call]
+        off = (one.double() - other.double()).abs().transpose(-1, -2).flatten(0, -2).amax(0)
+        moved = (off > 1e-3 * off.max()).nonzero().flatten().tolist()
+        return None if moved == [tokens // 2] else f"with token {tokens // 2} of {tokens}, {moved} change"
+
+    inputs = tuple(names[kind] for kind in "qkv")
+    return Claim(text, inputs, (), (*(sites[kind] for kind in "qkv"), call), holds, doubts=inputs[:2])
+
+
+def unmoved(text: str, name: str, site: Site) -> Claim:
+    """Stays as it is, whatever else changes. Read are two runs, side by side."""
+    return Claim(text, (), (name,), (site,), lambda values: different(*values[site]))
+
+
 def combined(
     text: str,
     experts: tuple[str, Site],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from torchhook._recording.address import Site
-from torchhook._roles.branches import is_norm, seen_as, site_of
-from torchhook._roles.chain import Chain
+from torchhook._roles.branches import ADDS, attends, comes_from, is_norm, seen_as, site_of
+from torchhook._roles.chain import Block, Chain
 from torchhook._roles.trace import Node, Trace
 
 
@@ -47,16 +47,7 @@ def embedding(trace: Trace, chain: Chain, found: Ends) -> None:
 def _leads_to(trace: Trace, node: Node, chain: Chain) -> bool:
     """Whether what goes into the first block is made from what a call made."""
     first = chain.blocks[0]
-    waiting, seen, made = [(first.taken[1], first.node.start)], set[tuple[int, int]](), set(node.made())
-    while waiting:
-        token, before = waiting.pop()
-        if token in made:
-            return True
-        origin = trace.origin(token, before)
-        if origin is not None and (token, origin.end) not in seen:
-            seen.add((token, origin.end))
-            waiting += [(t, origin.start) for t in origin.taken()]
-    return False
+    return comes_from(trace, first.taken[1], first.node.start, set(node.made()))
 
 
 def _rows(trace: Trace, node: Node) -> int:
@@ -67,13 +58,50 @@ def final_norm(trace: Trace, chain: Chain, found: Ends) -> None:
     """The norm that what the last block returned goes into."""
     last = chain.blocks[-1]
     after = [n for n in trace.modules() if n.start > last.node.end and is_norm(trace, n) and last.made[1] in n.taken()]
-    if len(after) == 1 and trace.once(after[0]):
+    why = _goes_on(trace, last, after[0]) if len(after) == 1 else None
+    if why is not None:
+        found.refused["norm_final"] = f"{after[0].path!r} takes what the last block returns, but {why}."
+    elif len(after) == 1 and trace.once(after[0]):
         found.sites["norm_final"], found.norm = after[0].site(), after[0]
     elif after:
         several = f"{len(after)} norms take" if len(after) > 1 else f"{after[0].path!r} runs more than once, and takes"
         found.refused["norm_final"] = f"{several} what the last block returns."
     else:
         found.refused["norm_final"] = "no module without matrices takes what the last block returns."
+
+
+def _goes_on(trace: Trace, last: Block, norm: Node) -> str | None:
+    """How the stream goes on past a norm, so that it is the first of one more block and no final one."""
+    around = [n for n in trace.modules() if last.node.end < n.start < norm.start and norm.end < n.end]
+    for node in around:
+        if _is_block(trace, node, norm):
+            return f"in {node.path!r}, which goes on as a block does"
+    # Two ways from the last block: past the norm, and through it. Where they meet, it is no norm of all that follows.
+    past, through = {last.made[1]}, set(norm.made())
+    later = [n for n in trace.nodes if n.op is not None and n.start > last.node.end]
+    for node in sorted(later, key=lambda n: n.end):
+        if norm.start < node.start < norm.end:
+            continue
+        taken = set(node.taken())
+        if taken & past and taken & through:
+            return f"{node.path}/{node.name} adds to that what is made from the norm, so the stream goes on"
+        for way in (past, through):
+            if taken & way:
+                way |= {token for token in node.made() if token in trace.floating}
+    return None
+
+
+def _is_block(trace: Trace, node: Node, norm: Node) -> bool:
+    """Whether a call attends to what it makes from a norm, or adds up two values that it makes from it."""
+    made = set(norm.made())
+    for call in sorted((n for n in trace.nodes if n.op is not None), key=lambda n: n.end):
+        if not (norm.end < call.start and call.end < node.end):
+            continue
+        taken = [token for token in call.taken() if token in made]
+        if taken and (attends(trace, call) or (call.name in ADDS and len(taken) > 1)):
+            return True
+        made |= {token for token in call.made() if taken and token in trace.floating}
+    return False
 
 
 def logits(trace: Trace, found: Ends) -> None:

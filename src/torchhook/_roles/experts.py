@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torchhook._recording.address import Site
 from torchhook._roles.branches import ADDS, Branch, Reader, descends, is_norm, site_of
 from torchhook._roles.trace import Node, Token
+from torchhook._roles.weighing import Weighed, precedes
 
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "addmm", "einsum"})
 
@@ -34,8 +36,19 @@ def read(reader: Reader, branch: Branch) -> Experts | None:
     if not choices:
         return None
     found, choice = Experts(), choices[-1]
+    weighed, shapes = Weighed(reader, branch, choice), reader.trace.shapes
+    tokens, rows = (math.prod(shapes[t][:-1]) for t in (reader.block.taken[1], choice.inputs[0][1]))
+    others = [one for one in choices[:-1] if not precedes(reader.trace, one, choice)]
+    if any(Weighed(reader, branch, other).meetings for other in others):
+        found.refused |= dict.fromkeys(("router", "experts"), f"more than one choice weighs in {choice.path!r}.")
+        return found
+    if not weighed.meetings or rows != tokens:
+        why = "by no score is anything weighed that is made from the stream"
+        why = why if rows == tokens else f"{rows} times for {tokens} tokens"
+        found.refused |= dict.fromkeys(("router", "experts"), f"{choice.path}/{choice.name} chooses, but {why}.")
+        return found
     _router(reader, choice, found)
-    _outputs(reader, branch, choice, found)
+    _outputs(reader, branch, choice, found, weighed)
     return found
 
 
@@ -59,7 +72,7 @@ def _router(reader: Reader, choice: Node, found: Experts) -> None:
     found.refused["router"] = f"what {choice.path}/{choice.name} chooses from does not come from one product."
 
 
-def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> None:
+def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts, weighed: Weighed) -> None:
     trace = reader.trace
     token, before = _before_norms(reader, branch, found)
     origin = trace.origin(token, before)
@@ -72,6 +85,9 @@ def _outputs(reader: Reader, branch: Branch, choice: Node, found: Experts) -> No
             token, before = routed[0], origin.start
     if _mixes_more(reader, token, before, choice):
         found.refused["experts"] = "something that no expert made is in what they make together."
+        return
+    if (more := weighed.more(token, before)) is not None:
+        found.refused["experts"] = f"{more.path}/{more.name} comes after what the experts make together, or is no sum."
         return
     root = reader.root(token, before)
     ends = [node.start for node in trace.takers.get(root, ()) if node.op is not None and node.name not in ADDS]

@@ -102,6 +102,8 @@ def _try(judge: Judge, named: Findings) -> None:
         if kind != "router":
             judge.with_edits(names, named.claims)
     judge.tokenwise(named.tokenwise)
+    judge.one_token(named.tokens)
+    judge.outside(named.outside)
     experts = {name: expert for name, (expert, _) in named.routers.items()}
     judge.with_edits(experts, [claim for _, claim in named.routers.values()], lambda name: forced(experts[name]))
     judge.tried.update(experts)

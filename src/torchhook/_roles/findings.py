@@ -19,6 +19,10 @@ class Findings:
     """Names of scores over experts, each with the expert that is to be chosen."""
     tokenwise: dict[str, tuple[str, Claim]] = dataclasses.field(default_factory=dict)
     """Names of feed-forward parts, each with the name of what it is made from."""
+    tokens: dict[str, Claim] = dataclasses.field(default_factory=dict)
+    """Names of queries, each with what must hold when one token of them changes, for them and for keys."""
+    outside: dict[str, tuple[str, Claim]] = dataclasses.field(default_factory=dict)
+    """Names of what is made from other values than the stream's, each with the name of where that begins."""
     branches: dict[int, str] = dataclasses.field(default_factory=dict)
     """Names of branches by id, while their block is read."""
 

@@ -58,19 +58,40 @@ class Judge:
             if before in self.wrong:
                 self.wrong.setdefault(name, f"{claim.text}: that cannot be shown, because @{before} is refused.")
         tried = {name: pair for name, pair in claims.items() if name not in self.wrong}
-        if not tried:
+        # One stack at a time: what a decoder looks at must not change with its encoder.
+        for stack in dict.fromkeys(map(_stack, tried)):
+            here = {name: pair for name, pair in tried.items() if _stack(name) == stack}
+            befores = list(dict.fromkeys(before for before, _ in here.values()))
+            edits = [{name: _with_two_tokens(name, run) for name in befores} for run in ("once", "again")]
+            self._side_by_side({name: claim for name, (_, claim) in here.items()}, *edits)
+
+    def one_token(self, claims: Mapping[str, Claim]) -> None:
+        """Try what is claimed of queries, while one token of them changes."""
+        tried = {name: claim for name, claim in claims.items() if name not in self.wrong}
+        # What goes into each block is the same in both runs, so that none changes with those before it.
+        still: dict[str, Edit] = {name: _random(name) for name in self._sites if ".resid_pre." in f".{name}"}
+        self._side_by_side(tried, still, still | {name: _with_one_token(name) for name in tried})
+
+    def outside(self, claims: Mapping[str, tuple[str, Claim]]) -> None:
+        """Try what is claimed of values that do not come from the stream, while all of that changes."""
+        for start in dict.fromkeys(start for start, _ in claims.values()):
+            tried = {name: claim for name, (s, claim) in claims.items() if s == start and name not in self.wrong}
+            self._side_by_side(tried, *({start: _random(f"{start} {run}")} for run in ("once", "again")))
+
+    def _side_by_side(self, claims: Mapping[str, Claim], *edits: Mapping[str, Edit]) -> None:
+        """Try claims that read two runs, in which the values of names are changed."""
+        if not claims:
             return
-        read = [claim for _, claim in tried.values()]
-        befores = list(dict.fromkeys(before for before, _ in tried.values()))
+        read, probe = list(claims.values()), self._probes[0][1]
         one, other = (
-            self._run(self._probes[0][1], read, {self._sites[name]: _with_two_tokens(name, run) for name in befores})
-            for run in ("once", "again")
+            self._run(probe, read, {self._sites[name]: edit for name, edit in changes.items()}) for changes in edits
         )
         lost = {site for site in one if one[site] is None or other[site] is None}
         values = {site: None if site in lost else Runs(one[site], other[site]) for site in one}
-        for name, (_, claim) in tried.items():
+        for name, claim in claims.items():
             if (why := _tested(claim, values)) is not None:
-                self.wrong.setdefault(name, f"{claim.text}: that does not hold ({why}).")
+                for doubted in claim.doubts or (name,):
+                    self.wrong.setdefault(doubted, f"{claim.text}: that does not hold ({why}).")
 
     def on_inputs(self, claims: list[Claim], spared: Callable[[str], bool]) -> None:
         """Try the claims as the model is; names that are ``spared`` are not what is doubted where one fails."""
@@ -136,10 +157,8 @@ class Judge:
 
     def _refuse_stack(self, claim: Claim, why: str) -> None:
         """What stands on the stream is no norm: then it is no stream of sums, and nothing of it has a standard name."""
-        prefix = claim.results[0].rpartition(".")[0].rpartition(".")[0]
         for name in self._sites:
-            head = name.rpartition(".")[0]
-            if head and head.rpartition(".")[0] == prefix:
+            if "." in name and _stack(name) == _stack(claim.results[0]):
                 self.wrong.setdefault(name, f"{claim.text} does not hold: {why}.")
 
     def with_edits(self, names: Iterable[str], claims: list[Claim], edit: Callable[[str], Edit] | None = None) -> None:
@@ -203,6 +222,11 @@ class Judge:
         return move
 
 
+def _stack(name: str) -> str:
+    """What the names of one stack begin with."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
 def _size(value: Tensor) -> float:
     return float(value.double().square().mean().sqrt())
 
@@ -230,6 +254,22 @@ def _with_two_tokens(name: str, run: str) -> Edit:
         if value.dim() > 1:
             others[0, 0], others[-1, -1] = same[0, 0], same[-1, -1]
         return others
+
+    return change
+
+
+def _random(name: str) -> Edit:
+    """Random values, the same in every run."""
+    return lambda value: _noise(value, name)
+
+
+def _with_one_token(name: str) -> Edit:
+    """As it is, but for the token in the middle, which is random."""
+
+    def change(value: Tensor) -> Tensor:
+        made, token = value.clone(), value.shape[-2] // 2
+        made[..., token, :] = _noise(made[..., token, :], name)
+        return made
 
     return change
 
