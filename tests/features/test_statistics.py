@@ -128,3 +128,12 @@ def test_rows_of_numbers_have_one_channel(tmp_path: Path) -> None:
     )
     found = store.statistics("0", top=1)
     assert (found.mean.tolist(), found.top_rows.tolist(), found.top_positions.tolist()) == ([2.0], [[1]], [[0]])
+
+
+def test_what_a_store_takes_no_statistics_by_is_told(tmp_path: Path) -> None:
+    store = th.extract(nn.Sequential(nn.Identity()), torch.randn(4, 3), "0", tmp_path, progress=False)
+    with pytest.raises(TypeError, match=r"no per=: .* each channel\. th\.statistics"):
+        store.statistics("0", per="tensor")
+    for take in (store.statistics, lambda site, **o: th.statistics(nn.Identity(), torch.randn(4, 3), "(model)", **o)):
+        with pytest.raises(TypeError, match=r"quantiles=0\.5: give a list of shares, quantiles=\[0\.5\]"):
+            take("0", quantiles=0.5)

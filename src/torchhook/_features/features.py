@@ -166,6 +166,11 @@ class Features:
 
     def statistics(self, site: str, **options: Any) -> Statistics:
         """Mean, covariance, quantiles and top rows of a site in one pass: see ``statistics.statistics``."""
+        if "per" in options:
+            raise TypeError(
+                "store.statistics has no per=: they are those of each channel. th.statistics(model, data, sites, "
+                "per=…) takes others, from the model."
+            )
         return statistics(self, site, **options)
 
     def verify(self) -> Report:
