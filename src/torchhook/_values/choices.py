@@ -32,6 +32,7 @@ class Along(ValueObject):
 def choice(which: Which, name: str, lines: bool = False) -> Any:
     """A choice as it is kept: an integer, a slice, a list of integers, a boolean mask, or ``lines`` of either.
 
+    >>> import torch
     >>> choice(range(3), "rows"), choice(torch.tensor([4, -1]), "rows"), choice(np.int64(2), "rows")
     ([0, 1, 2], [4, -1], 2)
     """
