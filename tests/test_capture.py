@@ -369,3 +369,15 @@ def test_run_passes_a_keyword_that_the_model_names_itself() -> None:
 
     for model in (Drawn(), torch.compile(Drawn(), backend="eager")):
         assert th.run(model, torch.ones(1), edit={}, sites=3)[0].item() == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python 3.11 has notes")
+def test_run_says_how_to_give_keywords_where_the_model_takes_no_dict() -> None:
+    batch = {"input": torch.ones(2, dtype=torch.long)}
+    with pytest.raises(TypeError) as caught:
+        th.run(nn.Embedding(3, 2), batch, capture="(model)")
+    assert "th.run(model, **batch)" in caught.value.__notes__[0]  # type: ignore[attr-defined]
+    assert th.run(nn.Embedding(3, 2), **batch, capture="(model)")[0].shape == (2, 2)
+    with pytest.raises(TypeError) as caught:
+        th.run(nn.Embedding(3, 2), {"x": 1}, capture="(model)")
+    assert not getattr(caught.value, "__notes__", [])

@@ -41,7 +41,7 @@ def error_classes() -> list[type]:
         (errors.SelectorError, (ValueError, AttributeError)),
         (errors.MissingRecordError, (KeyError,)),
         (errors.NeverRanError, (errors.MissingRecordError, KeyError)),
-        (errors.AmbiguousCallError, (LookupError,)),
+        (errors.AmbiguousCallError, (LookupError, ValueError)),
         (errors.RecordingFileError, (ValueError,)),
         (errors.EditError, (ValueError,)),
         (errors.TransformError, (ValueError,)),

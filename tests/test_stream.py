@@ -314,3 +314,9 @@ def test_the_stream_prints_what_it_is(ids: Tensor) -> None:
     assert repr(stream) == "<tokens of up, table: batches of 8 out of 32, epoch 0 comes next>"
     list(itertools.islice(stream, 1))
     assert stream.epoch == 1
+
+
+def test_a_length_that_is_one_number_is_told_what_numbers_mean() -> None:
+    ids = {"input": torch.ones(4, 3, dtype=torch.long)}
+    with pytest.raises(ExtractError, match=r"lengths=4: a number is the place of a field .* one value for every row"):
+        next(iter(th.stream(nn.Embedding(9, 3), ids, "(model)", lengths=4)))

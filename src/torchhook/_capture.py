@@ -21,6 +21,7 @@ from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
 from torchhook.edits.adapting import no_dict
+from torchhook.errors import hint
 from torchhook.transforms import compose
 
 Edits = Mapping[Any, Any]
@@ -218,7 +219,17 @@ def run(
             edit=edit,
             before_edits=before_edits,
         )
-    return session.run(*args, **{**(kwargs or {}), **model_kwargs})
+    try:
+        return session.run(*args, **{**(kwargs or {}), **model_kwargs})
+    except Exception as error:
+        if len(args) == 1 and isinstance(args[0], Mapping) and _names_parameters(model, args[0]):
+            hint(error, "th.run calls the model as Python does: a dict of keyword arguments is th.run(model, **batch).")
+        raise
+
+
+def _names_parameters(model: nn.Module, given: Mapping[Any, Any]) -> bool:
+    """Whether a dict has names that the model's forward takes as keywords."""
+    return any(name in calling.parameter_names(unwrapped(model)) for name in given)
 
 
 # Arguments of ``run`` have the names of these two.

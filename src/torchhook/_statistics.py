@@ -126,6 +126,6 @@ def _checked(per: str, covariance: bool, quantiles: Sequence[float], top: int, r
         raise ValueError(f"per={per!r}: use {', '.join(map(repr, PER))}.")
     if covariance and per != "channel":
         raise ValueError(f"covariance=True is that of channels, and per={per!r}: say per='channel'.")
+    check_options(quantiles, top, resolution)
     wanted = tuple(float(q) for q in quantiles)
-    check_options(wanted, top, resolution)
     return Options(per, covariance, wanted, top, resolution if wanted else 0)

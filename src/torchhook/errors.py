@@ -4,7 +4,7 @@ TorchHookError
 ├── SelectorError        (ValueError, AttributeError)  a selector chose nothing, or cannot be read
 ├── MissingRecordError   (KeyError)                    the recording has no such site
 │   └── NeverRanError                                  the site was selected and did not run
-├── AmbiguousCallError   (LookupError)                 the site ran more than once: say which call
+├── AmbiguousCallError   (LookupError, ValueError)     the site ran more than once: say which call
 ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
 ├── EditError            (ValueError)                  an edit does not fit the value it meets
 ├── TransformError       (ValueError)                  a transform does not fit the value it meets
@@ -153,7 +153,7 @@ class NeverRanError(MissingRecordError):
     """The site was selected, but the model never ran it while the session was open."""
 
 
-class AmbiguousCallError(TorchHookError, LookupError):
+class AmbiguousCallError(TorchHookError, LookupError, ValueError):
     """The site ran more than once, so its address alone does not name one value."""
 
 

@@ -62,8 +62,7 @@ class _EachTensor(ValueObject):
     def kept(self, value: Any, known: Where) -> Any:
         """What is kept at a site where this is known of the heads."""
         more = {"known": known} if self.function in _OF_TOKENS else {}
-        by_row = self.function in (_pool, _tokens, _statistics) and self.options.get("dims") is None
-        if by_row:
+        if self.function in (_pool, _tokens, _statistics) and self.options.get("dims") is None:
             value = tree.map_tensors(lambda tensor: with_rows(tensor, known), value)
         return tree.map_tensors(lambda tensor: self.function(tensor, *self.args, **self.options, **more), value)
 
@@ -280,14 +279,14 @@ def only(positions: Which = None, rows: Which = None, heads: Which = None) -> Tr
     >>> only(positions=[0, -1])(torch.zeros(4, 10, 3)).shape
     torch.Size([4, 2, 3])
 
-    Heads are found in a ``capture`` or ``extract``, where the modules around are known; elsewhere name their dim with
-    ``edits.along``. With ``heads=``, keys and values that a kernel wants repeated (``@k``, ``@v``) are kept once each.
-    In ``extract``, positions are counted among the tokens that are not padding, as ``tokens`` does.
+    Heads are found in a ``capture`` or ``extract``; elsewhere name their dim with ``edits.along``. With ``heads=``,
+    what a kernel wants repeated of keys and values (``@k``, ``@v``) is kept once each. In ``extract``, positions are
+    counted without padding, as ``tokens`` does. Of tokens that come before rows, ``(N, T, D)`` is kept.
     """
     if positions is None and rows is None and heads is None:
         raise ValueError("transforms.only needs positions=, rows= or heads=.")
-    positions = choice(positions, "positions", lines=True)
-    return Only(positions=positions, rows=choice(rows, "rows"), heads=choice(heads, "heads"))
+    chosen = choice(positions, "positions", lines=True)
+    return Only(positions=chosen, rows=choice(rows, "rows"), heads=choice(heads, "heads"))
 
 
 def asks_where(transform: Any) -> bool:
@@ -302,10 +301,9 @@ def asks_where(transform: Any) -> bool:
 def placed(transform: Any, known: Where) -> Any:
     """The same transform for one site."""
     if isinstance(transform, _Compose):
-        found = []
+        found: list[Any] = []
         for one in transform.transforms:
-            found.append(placed(one, known))
-            known = heads_after(one, known)
+            found, known = [*found, placed(one, known)], heads_after(one, known)
         return _Compose(tuple(found))
     return Placed(transform, known) if asks_where(transform) else transform
 
@@ -318,6 +316,8 @@ def heads_after(transform: Any, known: Where) -> Where:
         return known
     if isinstance(transform, _EachTensor) and transform.leaves_one_token:
         return lambda: known().without_tokens()
+    if getattr(transform, "function", None) is _tokens or getattr(transform, "puts_rows_first", False):
+        return lambda: known().with_rows_first()
     if transform is None or not getattr(transform, "moves_dims", True):
         return known
     return lambda: known().by_sizes()

@@ -339,3 +339,8 @@ def test_gradients_are_edited_in_a_part() -> None:
             model(torch.randn(3, 4, 2)).sum().backward()
     assert not rec["0:grad"][:, -1].any()
     assert rec["0:grad"][:, :-1].all()
+
+
+def test_lines_of_other_lengths_are_told_to_be_a_mask() -> None:
+    with pytest.raises(ValueError, match=r"lines .* equally long, and these have \[2, 1\].* boolean mask"):
+        edits.only(edits.zero(), positions=[[1, 2], [3]])

@@ -162,3 +162,10 @@ def test_a_store_gives_what_is_given_of_a_model(tmp_path: Path) -> None:
     assert (plain.covariance, plain.quantiles, plain.top_rows, plain.top_values) == (None, {}, None, None)
     with pytest.raises(ValueError, match="no quantiles are known: say quantiles="):
         plain.quantile(0.5)
+
+
+def test_one_share_in_place_of_several_is_told(tmp_path: Path) -> None:
+    store = th.extract(nn.Sequential(nn.Identity()), torch.randn(4, 3), "0", tmp_path, progress=False)
+    for take in (store.statistics, lambda site, **o: th.statistics(nn.Identity(), torch.randn(4, 3), "(model)", **o)):
+        with pytest.raises(TypeError, match=r"quantiles=0\.5: give a list of shares, quantiles=\[0\.5\]"):
+            take("0", quantiles=0.5)

@@ -31,3 +31,11 @@ def test_columns_are_named_by_the_inputs_tokens_and_positions_can_be_chosen() ->
     assert len([label.get_text() for label in ax.get_xticklabels()]) == 2
     with pytest.raises(ValueError, match="cannot name 4 positions"):
         plot.lens(_lens(), tokens=["The"])
+
+
+def test_rows_and_positions_that_are_not_there_are_refused() -> None:
+    for row in (2, -3):
+        with pytest.raises(ValueError, match=rf"row={row}: the lens has 2 rows"):
+            plot.lens(_lens(), row=row)
+    with pytest.raises(ValueError, match=r"positions \[9\] are out of range: the lens has 4 positions"):
+        plot.lens(_lens(), positions=[0, 9])

@@ -1,4 +1,4 @@
-"""Sweeps over sites whose rows and tokens share dim 0, as those of experts: each cell against a bare hook."""
+"""Sweeps over sites whose rows are not dim 0 alone, as those of experts: each cell against a bare hook."""
 
 from __future__ import annotations
 
@@ -106,3 +106,68 @@ def test_what_has_no_tokens_is_refused_and_can_be_named() -> None:
         th.sweep(model, clean, corrupted, torch.sum, sites=["inner", "pooled"], progress=False)
     swept = th.sweep(model, clean, corrupted, torch.sum, sites="pooled", dim=1, progress=False)
     assert swept.values.shape == (1, 4)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self, streams: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.streams = streams
+        self.embed, self.inner, self.head = nn.Embedding(64, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        x = self.head(self.inner(x.expand(4, -1, -1, -1) if self.streams else x.transpose(0, 1)).sin())
+        return x.sum((0, -1)) if self.streams else x.sum(-1)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_tokens_that_come_before_rows_or_after_streams_are_swept(streams: bool, rows: int) -> None:
+    model, clean, corrupted = TimeFirst(streams), CLEAN[:rows], CORRUPTED[:rows]
+    weights = torch.randn((rows, TOKENS) if streams else (TOKENS, rows))
+
+    def score(output: Tensor) -> Tensor:
+        return output.mul(weights).sum()
+
+    kept: list[Tensor] = []
+    handle = model.inner.register_forward_hook(lambda _, args, out: kept.append(out.clone()))
+    model(clean)
+    handle.remove()
+    expected = []
+    for token in range(TOKENS):
+
+        def patch(_: Any, args: Any, out: Tensor, token: int = token) -> Tensor:
+            new, dim = out.clone(), 2 if streams else 0
+            new.select(dim, token).copy_(kept[0].select(dim, token))
+            return new
+
+        handle = model.inner.register_forward_hook(patch)
+        expected.append(score(model(corrupted)).item())
+        handle.remove()
+    swept = th.sweep(model, clean, corrupted, score, sites="inner", progress=False)
+    torch.testing.assert_close(swept.values[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-5)
+    assert len(set(expected)) == TOKENS
+
+
+def test_heads_that_share_a_dim_with_rows_are_swept() -> None:
+    model = made("xglm")
+    kept: list[Tensor] = []
+    projection = model.model.layers[1].self_attn.q_proj
+    with torch.no_grad():
+        handle = projection.register_forward_hook(lambda _, args, out: kept.append(out.clone()))
+        model(CLEAN)
+        handle.remove()
+        expected = []
+        for head in range(4):
+
+            def patch(_: Any, args: Any, out: Tensor, head: int = head) -> Tensor:
+                new, part = out.clone(), slice(8 * head, 8 * head + 8)
+                new[..., part] = kept[0][..., part]
+                return new
+
+            handle = projection.register_forward_hook(patch)
+            expected.append(float(metric(model(CORRUPTED))))
+            handle.remove()
+    swept = th.sweep(model, CLEAN, CORRUPTED, metric, sites="@q.1", over="head", progress=False)
+    torch.testing.assert_close(swept.values[0], torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-5)

@@ -34,6 +34,11 @@ _ONE_OF_THREE = {"q", "k", "v", "query", "key", "value"}
 _LOW_RANK = {"a", "down"}
 _NO_ATTENTION = {"mlp", "ffn", "ff", "feed", "forward", "experts", "intermediate", "fc"}
 
+_TRANSFORMERS = (
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+
 _INWARD = ("input", "grad_input")
 _PRODUCTS = ("matmul", "bmm")
 _TAKES_HEADS_FIRST = {"q": _PRODUCTS, "v": _PRODUCTS, "k": ("transpose", "swapaxes", "mT")}
@@ -52,6 +57,11 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     names = site.path.split(".") if site.path else []
     paths = [".".join(names[:end]) for end in range(len(names) + 1)]
     chain = [(path, module) for path in paths if (module := index.find(path)) is not None]
+    return _around(index, site, names, chain)._replace(time_first=_time_first(chain, site.op))
+
+
+def _around(index: Index, site: Site, names: Sequence[str], chain: Sequence[tuple[str, nn.Module]]) -> KnownHeads:
+    """What the attention around a site says, if there is one."""
     depth = _attention(chain, names)
     if depth is None:
         return KnownHeads(why_not=f"{shown(site.path)!r} is in no attention that says how many heads it has")
@@ -72,6 +82,18 @@ def known_heads(index: Index, target: Target) -> KnownHeads:
     op = site.op and site.op.partition("(")[0]
     first, shared, asked = _heads_first(site, op), _is_shared(site, op), site.is_asked
     return KnownHeads(where, queries, keys, dims, sections, op, sinks, joined, fused, why_not, first, shared, asked)
+
+
+def _time_first(chain: Sequence[tuple[str, nn.Module]], op: str | None) -> bool | None:
+    """Whether tokens come before rows: torch's own modules say it, of all that is inside of them."""
+    if op is not None:  # inside of a module, torch itself moves dims
+        return None
+    for _, module in reversed(chain):
+        if isinstance(module, _TRANSFORMERS):
+            first = next((one.batch_first for one in module.modules() if hasattr(one, "batch_first")), None)
+            return None if first is None else not first
+    # The last states have layers first in any case.
+    return True if chain and isinstance(chain[-1][1], nn.RNNBase) and not chain[-1][1].batch_first else None
 
 
 def _heads_first(site: Site, op: str | None) -> bool:

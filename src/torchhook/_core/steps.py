@@ -60,6 +60,7 @@ def generate_frame(module: nn.Module) -> GenerateFrame | None:
 class Given(NamedTuple):
     """What a call tells of the sequence."""
 
+    rows: int | None
     tokens: int | None
     cache: Any
     position: Any
@@ -72,7 +73,8 @@ class Given(NamedTuple):
         where = kwargs.get("cache_position")
         # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
         position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
-        return cls(None if tokens is None else tokens.shape[1], cache, position)
+        rows, width = (None, None) if tokens is None else tokens.shape[:2]
+        return cls(rows, width, cache, position)
 
 
 def length(cache: Any) -> Any:
@@ -147,6 +149,7 @@ class Steps:
         given, here = Given.of(args, kwargs), generate_frame(module)
         self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
+        now.rows = given.rows
         now.kept = next((kept for name in _KEPT if type(kept := kwargs.get(name)) is int and kept > 0), None)
         if here is None:
             self._by_cache(now, given)
@@ -201,16 +204,19 @@ class Steps:
             same = self._has_cache(given.cache) and before is not None
             now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
             before = before if same else None
-        now.set_position(self._where(given, before))
+        now.set_position(self._where(given, before, here.prefill))
 
-    def _where(self, given: Given, before: Pass | None) -> Any:
-        """Where the first token of a call is."""
+    def _where(self, given: Given, before: Pass | None, prefill: bool) -> Any:
+        """Where the first token of a call is; ``None`` where that cannot be told."""
         # Counted only where it has to be, and a position not asked whether it is 0: both would wait for a GPU.
         longer = self._trail.empty and before is not None and (given.tokens or 0) > (_counted(before) or 0)
         if longer or (given.cache is None and given.position is None):
             # All of them each time, or one after the other to a model that holds its state itself.
             counted = _counted(before)
-            return 0 if before is None or (given.tokens or 0) >= (counted or 0) else counted
+            if counted is None or (given.tokens or 0) >= counted:
+                return None if counted is None else 0
+            # Of several after the prompt, some may have been given before: XLNet takes the last ones once more.
+            return counted if prefill or given.tokens == 1 else None
         is_told = given.position is not None and (
             before is None or self._trail.counts or isinstance(given.position, Tensor)
         )

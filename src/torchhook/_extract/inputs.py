@@ -239,7 +239,10 @@ def part_of(batch: Any, part: str | int | Callable[[Any], Any], keyword: str) ->
     try:
         return batch[part]
     except (LookupError, TypeError) as error:
-        raise ExtractError(f"{keyword}={part!r}: a batch is {tree.describe(batch)}.") from error
+        raise ExtractError(
+            f"{keyword}={part!r}: a number is the place of a field in each batch, and a batch is "
+            f"{tree.describe(batch)}. Give the name of a field, one value for every row, or a function of a batch."
+        ) from error
 
 
 def move(value: Any, device: torch.device) -> Any:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def check_options(quantiles: Sequence[float], top: int, resolution: int) -> None:
     """Refuse what means nothing, before anything is read or run."""
+    if isinstance(quantiles, (int, float)):
+        raise TypeError(f"quantiles={quantiles}: give a list of shares, quantiles=[{quantiles}].")
     if not all(0 <= q <= 1 for q in quantiles):
         raise ValueError(f"quantiles={list(quantiles)}: they are shares of the values, from 0 to 1.")
     if resolution < 2:

@@ -11,30 +11,45 @@ import torch
 from torch import Tensor
 
 from torchhook._recording.address import Calls, Site, Which
+from torchhook._recording.layouts import Joined, Layout, layout_of
 from torchhook._recording.steps import Pass
 from torchhook._values import tree
 from torchhook._values.heads import unpacked
 from torchhook._words import counted, plural
-
-Joined = tuple[int, Any, Pass | None]
-"""The call, its value, and the pass of a generation that it was in."""
+from torchhook.errors import AmbiguousCallError
 
 
-def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None) -> Any:
+def join(
+    key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None = None, layout: Layout | None = None
+) -> Any:
     """The values of a site, which was asked for by ``key``, joined on ``dim``, leaf by leaf."""
+    if layout is None or (layout.flat and dim not in (0, 1)):
+        return _join(key, site, rows, dim, beams, dim)
+    if not layout.flat and dim != 0:
+        tokens = next((passed.tokens for _, _, passed in rows if passed), 0) or 0
+        raise AmbiguousCallError(
+            f"{key}: a call with {counted(tokens, 'token')} has {tree.describe(rows[0][1])}, of which dim 0 holds the "
+            f"tokens: rec.cat({key!r})."
+        )
+    joined = _join(key, site, layout.rows_first(rows), 1, beams, dim)
+    return tree.map_tensors(layout.back, joined) if dim == 0 else joined
+
+
+def _join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor | None, said: int) -> Any:
+    """The same of rows that come first; ``said`` is the dim that the user knows."""
     rows = _with_heads(site, rows)
     if beams is not None:
         rows = _along(key, site, rows, beams)
         _refuse_other_dims(key, site, rows, dim)
         rows = _new(key, rows, dim)
     elif dim != 0:
-        rows = _in_sequence(key, site, rows, dim)
+        rows = _in_sequence(key, site, rows, dim, said)
     values = [value for _, value, _ in rows]
     columns = [list(tree.tensors(value)) for value in values]
     if len(values) > 1 and not columns[0]:
-        raise ValueError(f"{key}: there are no tensors to concatenate; use rec.all({key!r}).")
+        raise AmbiguousCallError(f"{key}: there are no tensors to concatenate; use rec.all({key!r}).")
     if len({len(column) for column in columns}) > 1:
-        raise ValueError(f"{key}: the calls have different numbers of tensors; use rec.all({key!r}).")
+        raise AmbiguousCallError(f"{key}: the calls have different numbers of tensors; use rec.all({key!r}).")
     try:
         joined = [torch.cat(parts, dim) for parts in zip(*columns, strict=True)]
     except (RuntimeError, IndexError) as error:
@@ -42,7 +57,7 @@ def join(key: str, site: Site, rows: Sequence[Joined], dim: int, beams: Tensor |
         # Of a generation, one wants the tokens one after the other.
         call = how(key, site, rows) if dim == 0 and rows[0][2] else ""
         way = f"{call} joins the tokens of a generation" if call else f"use rec.all({key!r})"
-        raise ValueError(f"{key}: cannot concatenate {shapes} on dim {dim}; {way}.") from error
+        raise AmbiguousCallError(f"{key}: cannot concatenate {shapes} on dim {dim}; {way}.") from error
     return tree.with_tensors(values[0], joined)
 
 
@@ -67,32 +82,37 @@ def several(site: Site, which: Which, rows: Sequence[Joined]) -> str:
 # -- a generation ---------------------------------------------------------------------------------
 
 
-def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int) -> Sequence[Joined]:
+def _in_sequence(key: str, site: Site, rows: Sequence[Joined], dim: int, said: int) -> Sequence[Joined]:
     """The calls of one sequence, each with those of its tokens that no later call has overwritten."""
     if not any(passed for _, _, passed in rows):
         return rows
     if any(passed is None for _, _, passed in rows):
         outside = [call for call, _, passed in rows if passed is None]
-        raise ValueError(
+        raise AmbiguousCallError(
             f"{key}: {plural(len(outside), 'call')} {_listed(outside)} passed outside of the generation. Name those "
             f"to join: {_ranges(site, rows)}."
         )
     if len({passed.sequence for _, _, passed in rows if passed}) > 1:
-        raise ValueError(
+        raise AmbiguousCallError(
             f"{key}: the calls belong to several sequences, which are not joined to one. Take one of them at a time: "
             f"{_ranges(site, rows)}."
         )
     if len({passed for _, _, passed in rows}) < len(rows):
-        raise ValueError(
+        raise AmbiguousCallError(
             f"{key}: it ran several times in one call of the model, so that its values are not one sequence; "
             f"use rec.records({key!r}), each with its position."
         )
     if len(rows) > 1:
         _refuse_other_dims(key, site, rows, dim)
+    if any(passed.position is None and passed.step and passed.tokens != 1 for _, _, passed in rows if passed):
+        raise AmbiguousCallError(
+            f"{key}: where in the sequence the tokens of each call are is not known, and some may have been given more "
+            f"than once; use rec.records({key!r})."
+        )
     if len(rows) > 1 and any(passed.beams for _, _, passed in rows if passed):
-        raise ValueError(
+        raise AmbiguousCallError(
             f"{key}: in beam search a row is another beam at each step, so that its values are not one sequence. "
-            f"rec.cat({key!r}, dim={dim}, beams=out.beam_indices) follows the beams that were returned, with "
+            f"rec.cat({key!r}, dim={said}, beams=out.beam_indices) follows the beams that were returned, with "
             "out = model.generate(…, return_dict_in_generate=True); rec.records() has the rows of every step."
         )
     return _not_overwritten(key, rows, dim)
@@ -109,11 +129,13 @@ def _refuse_other_dims(key: str, site: Site, rows: Sequence[Joined], dim: int) -
             # Where a name says which dim it is, a size that is the same by chance says nothing.
             other = named not in (None, at) and (size != passed.tokens or tensor.shape[named or 0] == size)
             if at == 0 or other:
-                raise ValueError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
+                raise AmbiguousCallError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
             if size > passed.tokens and (at == named or _has_grown(rows, leaf, at)):
-                raise ValueError(f"{key}: {_of_a_cache(tensor, at, passed)} {_in_the_last(key, site, rows, leaf, at)}")
+                raise AmbiguousCallError(
+                    f"{key}: {_of_a_cache(tensor, at, passed)} {_in_the_last(key, site, rows, leaf, at)}"
+                )
             if size > passed.tokens:
-                raise ValueError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
+                raise AmbiguousCallError(f"{key}: {_not_here(key, site, rows, tensor, at, passed.tokens)}")
 
 
 def _of_a_cache(tensor: Tensor, at: int, passed: Pass) -> str:
@@ -214,6 +236,9 @@ def how(key: str, site: Site, rows: Sequence[Joined]) -> str:
         run = next((run for run in runs if len(run) > 1 and run[0][2] is not None), None)
         return how(str(site.but(call=Calls(run[0][0], run[-1][0] + 1))), site, run) if run else ""
     passes = [passed for _, _, passed in rows if passed]
+    if (layout := layout_of(site, rows)) is not None:
+        found = how(key, site, layout.rows_first(rows))
+        return found.replace(", dim=1", "")
     dim = _dim_of_tokens(site, rows)
     if dim is None or len(set(passes)) < len(rows) or not _fit(rows, dim) or not _own(rows, dim):
         return ""
@@ -275,7 +300,7 @@ def _cut(key: str, value: Any, dim: int, tokens: int, wanted: slice) -> Any:
 
     def cut(tensor: Tensor) -> Tensor:
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != tokens:
-            raise ValueError(
+            raise AmbiguousCallError(
                 f"{key}: some of its tokens were computed more than once, and which ones cannot be told: a call with "
                 f"{tokens} tokens has a value of shape {tuple(tensor.shape)}, so dim {dim} does not hold them. "
                 f"rec.records({key!r}) has every call with its position."
@@ -289,11 +314,15 @@ def _along(key: str, site: Site, rows: Sequence[Joined], beams: Tensor) -> Seque
     """The rows that the beams were in, step by step: ``beams[r, t]`` is the row of step t, -1 after its end."""
     if not isinstance(beams, Tensor) or beams.dim() != 2 or beams.is_floating_point():
         given = tree.describe(beams) if isinstance(beams, Tensor) else type(beams).__name__
-        raise ValueError(f"{key}: beams= takes the beam_indices that generate returns (rows × steps), found {given}.")
+        raise AmbiguousCallError(
+            f"{key}: beams= takes the beam_indices that generate returns (rows × steps), found {given}."
+        )
     if any(passed is None for _, _, passed in rows):
-        raise ValueError(f"{key}: beams= is for the calls of a generation: {_ranges(site, rows)}.")
+        raise AmbiguousCallError(f"{key}: beams= is for the calls of a generation: {_ranges(site, rows)}.")
     if len({passed.sequence for _, _, passed in rows if passed}) > 1:
-        raise ValueError(f"{key}: the calls belong to several sequences; take one of them: {_ranges(site, rows)}.")
+        raise AmbiguousCallError(
+            f"{key}: the calls belong to several sequences; take one of them: {_ranges(site, rows)}."
+        )
     # The search may go on for longer than what it returns.
     steps = [(row, row[2].step) for row in rows if row[2] and row[2].step is not None]
     return [
@@ -305,7 +334,9 @@ def _along(key: str, site: Site, rows: Sequence[Joined], beams: Tensor) -> Seque
 
 def _rows(key: str, chosen: Tensor, tensor: Tensor) -> Tensor:
     if int(chosen.max()) >= tensor.shape[0]:
-        raise ValueError(f"{key}: beams= names row {int(chosen.max())}, and a value there has {tensor.shape[0]} rows.")
+        raise AmbiguousCallError(
+            f"{key}: beams= names row {int(chosen.max())}, and a value there has {tensor.shape[0]} rows."
+        )
     chosen = chosen.to(tensor.device)
     taken = tensor.index_select(0, chosen.clamp(min=0).long())
     ended = (chosen < 0).view(-1, *[1] * (tensor.dim() - 1))

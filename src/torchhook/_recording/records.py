@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchhook._recording import joining, saving
 from torchhook._recording.address import Site, Which, call_hint, readings, shown
+from torchhook._recording.layouts import Joined, layout_of
 from torchhook._recording.rows import Record as Record
 from torchhook._recording.rows import Row, Window, chosen, first_position, has_rows, in_order, made, ran
 from torchhook._recording.rows import Rows as Rows
@@ -138,14 +139,17 @@ class Recording:
         Args:
             key: The site, or some of its calls (``"h.3#1:"``).
             dim: Where to join them. The calls of a generation are joined on that of their tokens, by position: where a
-                token was computed again, the last value counts. It is 1, and 2 of what is split into heads (``@q``).
+                token was computed again, the last value counts. It is 1, and 2 of what is split into heads (``@q``); of
+                ``(T, N, D)`` it is 0, and of ``(N·T, D)``, as experts give it, too; there, 1 makes ``(N, T, D)`` of it.
             beams: The ``beam_indices`` that a beam search returns: the rows are then those of its sequences, with zeros
                 after the end of one.
         """
         site, call = self._find(key)
-        return joining.join(str(key), site, self._passed(site, self._calls(site, call)), dim, beams)
+        rows = self._passed(site, self._calls(site, call))
+        every = rows if call is None or not len(self.passes) else self._passed(site, self._calls(site, None))
+        return joining.join(str(key), site, rows, dim, beams, layout_of(site, every))
 
-    def _passed(self, site: Site, rows: list[Row]) -> list[joining.Joined]:
+    def _passed(self, site: Site, rows: list[Row]) -> list[Joined]:
         return [(row[0], row[2], self._pass(site, row)) for row in rows]
 
     def records(self, key: str | Site | None = None) -> list[Record]:

@@ -108,6 +108,8 @@ def first_position(site: Site, value: Any, passed: Pass) -> int | None:
     first, given = passed.position, passed.tokens
     name = site.kind
     own = _tokens_in(value, site) if isinstance(value, Tensor) and not value.is_nested else None
+    if own is not None and value.dim() == 3 and value.shape[:2] == (given, passed.rows):  # tokens come before rows
+        own = given
     if first is None or given is None or own is None or own == given:
         return first
     # Logits are made of the last tokens; what attention looks at ends with the last one, and begins in the cache.

@@ -16,7 +16,7 @@ from typing import Any
 class Pass:
     """One call of a model that generates: which step it is, and which tokens of the sequence it was given."""
 
-    __slots__ = ("_position", "beams", "end", "first", "kept", "last", "sequence", "step", "tokens")
+    __slots__ = ("_position", "beams", "end", "first", "kept", "last", "rows", "sequence", "step", "tokens")
 
     def __init__(
         self, first: int, *, step: int | None = None, position: Any = None, tokens: int | None = None, sequence: int = 0
@@ -29,6 +29,8 @@ class Pass:
         self._position = position
         self.tokens: int | None = tokens
         """How many tokens the model was given."""
+        self.rows: int | None = None
+        """How many rows they were in; ``None`` in files of older versions."""
         self.kept: int | None = None
         """For how many of them, the last ones, it was asked for logits, if it was."""
         self.end: int | None = None
@@ -51,16 +53,16 @@ class Pass:
 
     def plain(self) -> list[Any]:
         """What a file holds of it."""
-        kept = [] if self.kept is None else [self.kept]
-        return [self.step, self.position, self.tokens, self.end, self.sequence, self.beams, *kept]
+        more = [self.kept, self.rows] if self.rows is not None else [] if self.kept is None else [self.kept]
+        return [self.step, self.position, self.tokens, self.end, self.sequence, self.beams, *more]
 
     @classmethod
     def of_plain(cls, first: int, plain: Sequence[Any]) -> Pass:
         """The other way round."""
-        step, position, tokens, end, sequence, beams, *kept = plain
+        step, position, tokens, end, sequence, beams, *more = plain
         made = cls(first, step=step, position=position, tokens=tokens, sequence=sequence)
         made.end, made.beams, made.last = end, beams, first
-        made.kept = kept[0] if kept else None
+        made.kept, made.rows = (*more, None, None)[:2]
         return made
 
 

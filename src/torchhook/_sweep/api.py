@@ -87,7 +87,7 @@ def sweep(
     targets = [patchable(target) for target in resolve(index, sites)]
     receivers = [] if through is None else [patchable(target) for target in resolve(index, through)]
     before, after = calling.arguments(clean), calling.arguments(corrupted)
-    way = by_head(index, heads) if over == "head" else _by_position(index, dim, before)
+    way = by_head(index, heads, before) if over == "head" else _by_position(index, dim, before)
     with torch.no_grad(), calling.undisturbed(model) as restore:
         session = Session(model, index=index, warn=False)
         session.record(targets, Keep())

@@ -122,9 +122,9 @@ Way = Callable[[Target, Tensor], Cut]
 
 
 def by_token(index: Index, inputs: Inputs) -> Way:
-    """By tokens: the dim after the rows, unless heads are there, or dim 0 has the tokens of all rows.
+    """By tokens: the dim after the rows, unless heads are there, or dim 0 has tokens, those of all rows or of each.
 
-    Of the first, the modules around say so; of the second, the inputs that the model is called with.
+    Of the first, the modules around say so; of the others, the inputs that the model is called with.
     """
     sizes = Sizes.of(inputs)
 
@@ -155,14 +155,15 @@ def along(dim: int) -> Way:
     return cut
 
 
-def by_head(index: Index, named: tuple[int, int] | None) -> Way:
+def by_head(index: Index, named: tuple[int, int] | None, inputs: Inputs) -> Way:
     """By heads, where the modules around say that they are, or where ``named``, a dim and how many."""
+    sizes = Sizes.of(inputs)
 
     def cut(target: Target, tensor: Tensor) -> Cut:
         if named is not None:
             return Heads(_named_axis(target, tensor, *named))
         try:
-            axis = head_axis(tensor.shape, known_heads(index, target))
+            axis = head_axis(tensor.shape, known_heads(index, target)._replace(call=lambda: sizes))
             if axis.copies > 1:
                 refuse_other_copies(tensor, axis)
             return Heads(axis)

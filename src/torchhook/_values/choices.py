@@ -32,6 +32,7 @@ class Along(ValueObject):
 def choice(which: Which, name: str, lines: bool = False) -> Any:
     """A choice as it is kept: an integer, a slice, a list of integers, a boolean mask, or ``lines`` of either.
 
+    >>> import torch
     >>> choice(range(3), "rows"), choice(torch.tensor([4, -1]), "rows"), choice(np.int64(2), "rows")
     ([0, 1, 2], [4, -1], 2)
     """
@@ -60,6 +61,13 @@ def choice(which: Which, name: str, lines: bool = False) -> Any:
 
 def _as_array(which: Any, name: str) -> Array:
     """The integers or booleans of a choice."""
+    if name == "positions" and isinstance(which, (list, tuple)) and which and all(map(_is_line, which)):
+        lengths = [len(line) for line in which]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"positions={which!r}: lines for the rows have to be equally long, and these have {lengths} elements. "
+                "A boolean mask, rows × tokens, chooses another number in each."
+            )
     try:
         found = which.detach().cpu().numpy() if isinstance(which, Tensor) else np.asarray(which)
     except (TypeError, ValueError, RuntimeError):
@@ -69,6 +77,10 @@ def _as_array(which: Any, name: str) -> Array:
     if found.dtype.kind not in "biu":
         _refuse(which, name)
     return found if found.dtype == bool else found.astype(np.int64)
+
+
+def _is_line(which: Any) -> bool:
+    return isinstance(which, (list, tuple)) or (isinstance(which, (Tensor, np.ndarray)) and which.ndim == 1)
 
 
 def _refuse(which: Any, name: str, what: str = "") -> NoReturn:

@@ -1,9 +1,10 @@
 """Which dim of a value is the heads', and which the tokens': the one place where this is decided.
 
 Heads have a dim of their own, or lie side by side in one that they share; tokens are the dim after the rows, unless
-heads are there, or one dim with the rows, as experts have them. What the modules around a site say of their heads
-(``KnownHeads``), and what the model is called with (``Sizes``), is checked against the sizes of the value; where these
-do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken for granted from a size alone.
+heads are there, or one dim with the rows, as experts have them; or they come before the rows (``moved``). What the
+modules around a site say of their heads (``KnownHeads``), and what the model is called with (``Sizes``), is checked
+against the sizes of the value; where these do not agree on one answer, ``NoPart`` says what was tried. Nothing is taken
+for granted from a size alone.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class KnownHeads(NamedTuple):
     """Whether these are queries that a kernel is given, or what it makes of them: see ``is_packed``."""
     reduced: bool = False
     """Whether the tokens of four dims are gone, chosen or pooled: of three that are left, dim 1 is the heads'."""
+    time_first: bool | None = None
+    """Whether tokens come before rows in values of three dims; ``None`` where no module says so."""
     call: Callable[[], Sizes | None] | None = None
     """Asks for the sizes of the call that runs, where somebody knows of it."""
 
@@ -88,9 +91,13 @@ class KnownHeads(NamedTuple):
         """What is known once a transform has left one token of each row, or none."""
         return self._replace(reduced=True)
 
+    def with_rows_first(self) -> KnownHeads:
+        """What is known once a transform has put rows before tokens."""
+        return self._replace(time_first=False)
+
     def by_sizes(self) -> KnownHeads:
         """What is left to know where somebody's function may have moved the dims."""
-        return self._replace(op=None, heads_first=False)
+        return self._replace(op=None, heads_first=False, time_first=None)
 
     def __str__(self) -> str:
         shared = f" and {self.keys} of keys and values" if self.keys not in (None, self.queries) else ""
@@ -153,6 +160,8 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
     if len(shape) == 4:
         _refuse_packed(shape, known)
         return _split(shape, known)
+    if len(shape) == 3 and known.folded > 1:
+        return HeadAxis(0, known.folded, rows_of_heads(shape, known), joined=True)
     if not known.joined:
         raise NoPart(f"there are no heads in a value of shape {tuple(shape)} here: {known.why_not}.", _NAME_IT)
     return _joined(shape, known)
@@ -160,6 +169,22 @@ def head_axis(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
 
 _NAME_IT = "Name the dim: heads=edits.along(which, dim=…), with count=… where heads lie side by side in it."
 _NAME_POSITIONS = "Name the dim: positions=edits.along(which, dim=…)."
+
+
+def rows_of_heads(shape: Sequence[int], known: KnownHeads) -> int:
+    """How many rows share dim 0 with their heads, in values ``(N·heads, T, D)`` that a product is taken of.
+
+    >>> known = KnownHeads("attn", queries=4, op="softmax", call=lambda: Sizes(2, frozenset({5})))
+    >>> rows_of_heads((8, 5, 5), known)
+    2
+    """
+    sizes = known.sizes
+    if sizes is not None and shape[0] == sizes.rows * known.folded:
+        return sizes.rows
+    raise NoPart(
+        f"rows and heads share dim 0 of a value of shape {tuple(shape)} here: {known}.",
+        "edits.along(which, dim=0) counts all of them, the heads of one row after those of the other.",
+    )
 
 
 def _joined(shape: Sequence[int], known: KnownHeads) -> HeadAxis:
@@ -219,6 +244,8 @@ def token_dim(
     and for those of two dims, if no tokens are known; without it they are refused.
     """
     dims = len(shape)
+    if (there := moved(shape, known)) is not None:
+        return there.tokens
     if dims == 3:
         return 1
     if dims == 4 and known.comes_first and axis is None:
@@ -240,6 +267,51 @@ def token_dim(
     )
 
 
+def rows_first(tensor: Tensor, known: KnownHeads) -> Tensor:
+    """``(N, T, D)`` of ``(T, N, D)``; any other as it is."""
+    return tensor.transpose(0, 1) if moved(tensor.shape, known) == (1, 0) else tensor
+
+
+class Moved(NamedTuple):
+    """Where rows and tokens are, if rows are not the first dim."""
+
+    rows: int
+    tokens: int
+
+
+def moved(shape: Sequence[int], known: KnownHeads) -> Moved | None:
+    """Where rows and tokens are in values ``(T, N, D)`` and ``(streams, N, T, D)``; ``None`` where rows come first.
+
+    >>> known = KnownHeads(call=lambda: Sizes(2, frozenset({6})))
+    >>> moved((6, 2, 32), known), moved((4, 2, 6, 32), known), moved((2, 6, 32), known), moved((2, 6, 32), UNKNOWN)
+    (Moved(rows=1, tokens=0), Moved(rows=1, tokens=2), None, None)
+
+    What has other sizes than the call is taken as it is, such as images and windows, unless the rows are surely dim 1.
+    """
+    if len(shape) not in (3, 4) or known.folded > 1 or known.reduced:
+        return None
+    if len(shape) == 3 and known.time_first is not None:
+        return Moved(1, 0) if known.time_first else None
+    sizes = known.sizes
+    if sizes is None or shape[0] == sizes.rows or shape[1] != sizes.rows or shape[0] in sizes.images:
+        return None
+    if len(shape) == 4:
+        return Moved(1, 2) if shape[2] in sizes.tokens and not known.counts else None
+    if shape[0] in sizes.tokens:
+        return Moved(1, 0)
+    if any(shape[0] == sizes.rows * count for count in known.counts):
+        return None
+    raise NoPart(
+        f"dim 0 of {tuple(shape)} is neither the rows, of which the model is called with {sizes.rows}, as dim 1 has "
+        f"them, nor their tokens, {_tokens(sizes)} in each.",
+        "Name the dim: edits.along(which, dim=…).",
+    )
+
+
+def _tokens(sizes: Sizes) -> str:
+    return " or ".join(map(str, sorted(sizes.tokens)))
+
+
 def rows_of_tokens(shape: Sequence[int], known: KnownHeads) -> int | None:
     """How many rows share dim 0 with their tokens, in values ``(N·T, D)``; ``None`` where it is that of the rows.
 
@@ -254,10 +326,9 @@ def rows_of_tokens(shape: Sequence[int], known: KnownHeads) -> int | None:
         return sizes.rows if sizes.one else None
     if sizes.rows and shape[0] % sizes.rows == 0 and shape[0] // sizes.rows in sizes.tokens:
         return sizes.rows
-    tokens = " or ".join(map(str, sorted(sizes.tokens)))
     raise NoPart(
         f"dim 0 of {tuple(shape)} is neither the rows, of which the model is called with {sizes.rows}, nor all of "
-        f"their tokens, {tokens} in each.",
+        f"their tokens, {_tokens(sizes)} in each.",
         "Name the dim: edits.along(which, dim=0) counts what is in it.",
     )
 

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from torchhook._values import padding, parts, tree
 from torchhook._values.choices import Along
-from torchhook._values.heads import KnownHeads, NoPart, Where, unknown
+from torchhook._values.heads import KnownHeads, NoPart, Where, rows_first, unknown
 from torchhook._values.padding import Known
 from torchhook._values.value_object import ValueObject
 from torchhook.errors import TransformError
 
 
 def with_rows(tensor: Tensor, known: Where) -> Tensor:
-    """``(N, T, D)`` of ``(N·T, D)``, as experts give it, where the call that runs says so; any other as it is."""
+    """``(N, T, D)`` of ``(N·T, D)`` and ``(T, N, D)``, where the call that runs says so; any other as it is."""
     try:
+        if tensor.dim() == 3:
+            return rows_first(tensor, known())
         return parts.unflattened(tensor, known(), positions=slice(None)) if tensor.dim() == 2 else tensor
     except NoPart:  # rows of something else
         return tensor
@@ -42,9 +44,17 @@ class Only(ValueObject):
     def _part(self, tensor: Tensor, known: KnownHeads) -> Tensor:
         try:
             tensor = parts.unflattened(tensor, known, self.rows, self.positions, self.heads)
+            if self.puts_rows_first:
+                tensor, known = rows_first(tensor, known), known.with_rows_first()
             return parts.part(tensor, self.rows, self._places(tensor, known), self.heads, known).of(tensor)
         except NoPart as error:
             raise TransformError(f"transforms.{self!r}: {error}") from None
+
+    @property
+    def puts_rows_first(self) -> bool:
+        """Whether rows come first in what is kept, wherever they were: dims that are named stay where they are."""
+        chosen = (self.rows, self.positions, self.heads)
+        return not (self.rows is None and self.positions is None) and not any(isinstance(one, Along) for one in chosen)
 
     def _places(self, tensor: Tensor, known: KnownHeads) -> Any:
         """The positions, in each row where padding moves them to."""

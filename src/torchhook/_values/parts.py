@@ -22,7 +22,9 @@ from torchhook._values.heads import (
     copy_of,
     head_axis,
     is_packed,
+    moved,
     refuse_other_copies,
+    rows_of_heads,
     rows_of_tokens,
     token_dim,
     unpacked,
@@ -99,7 +101,8 @@ def part(
     dims: dict[str, int] = {}
     if rows is not None or _has_lines(positions):
         # A line for each of what is in dim 0 leaves no doubt.
-        dims["rows"] = 0 if rows is None else _named(rows, tensor, "rows", lambda: _row_dim(tensor, known))
+        default = _line_dim if rows is None else _row_dim
+        dims["rows"] = _named(rows, tensor, "rows", lambda: default(tensor, known, positions))
     if positions is not None:
         dims["positions"] = _named(
             positions, tensor, "positions", lambda: _position_dim(tensor, axis, known, otherwise)
@@ -133,6 +136,9 @@ def _spread(
     named = any(isinstance(one, Along) for one in (rows, positions, heads))
     if not named and (positions is not None or heads is not None) and is_packed(tensor.shape, known):
         return unpacked
+    if not named and (rows is not None or heads is not None) and tensor.dim() == 3 and known.folded > 1:
+        count = rows_of_heads(tensor.shape, known)
+        return lambda one: one.unflatten(0, (count, -1))
     whole = unflattened(tensor, known, rows, positions, heads)
     return None if whole is tensor else lambda one: one.unflatten(0, whole.shape[:2])
 
@@ -190,17 +196,23 @@ def _head_axis(tensor: Tensor, heads: Which, known: KnownHeads) -> HeadAxis:
     return HeadAxis(dim, heads.count, joined=True)
 
 
-def _row_dim(tensor: Tensor, known: KnownHeads) -> int:
+def _row_dim(tensor: Tensor, known: KnownHeads, positions: Which) -> int:
     """The dim of the rows; a product of three dims has the heads of all rows there, one after the other."""
     if tensor.dim() == 3 and known.folded > 1:
-        raise NoPart(
-            f"rows and heads share a dim in a value of shape {tuple(tensor.shape)} here: {known}.",
-            "Name it: rows=edits.along(which, dim=0) counts the heads of all rows.",
-        )
+        rows_of_heads(tensor.shape, known._replace(call=None))  # which says so
     if rows_of_tokens(tensor.shape, known) is not None:
         why = f"rows and tokens share a dim in a value of shape {tuple(tensor.shape)}."
         raise NoPart(why, "Name it for both: rows=edits.along(which, dim=0).")
-    return 0
+    there = moved(tensor.shape, known)
+    return 0 if there is None else there.rows
+
+
+def _line_dim(tensor: Tensor, known: KnownHeads, positions: Which) -> int:
+    """The dim that has a line of positions each: the other of two, where that of positions is named."""
+    if isinstance(positions, Along):
+        return 1 if _dim(positions.dim, tensor) == 0 else 0
+    there = moved(tensor.shape, known)
+    return 0 if there is None else there.rows
 
 
 def position_dim(tensor: Tensor, heads: Which, known: KnownHeads, otherwise: int | None = None) -> int:

@@ -20,7 +20,7 @@ from torchhook import _torch
 from torchhook._recording.address import Site
 from torchhook._values import parts
 from torchhook._values.choices import Along, Which, choice
-from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis, is_packed
+from torchhook._values.heads import UNKNOWN, HeadAxis, KnownHeads, NoPart, head_axis, is_packed, rows_of_heads
 from torchhook._values.tree import Inputs
 from torchhook._values.wrappers import ORDINARY, is_causal_bias, is_fake
 from torchhook.edits.protocol import CataloguedEdit, Edit
@@ -44,8 +44,8 @@ def block(queries: Which, keys: Which, heads: Which = None, rows: Which = None) 
     takes the softmax itself. A query that would see nothing any more is refused: nothing could be made of it.
 
     Args:
-        queries: Which queries of this call, as in ``only``; ``None`` for all. While a model generates, a call after the
-            first has one.
+        queries: Which queries of this call: an integer, a slice, a list of integers or a boolean mask, the same for all
+            rows; ``None`` for all. While a model generates, a call after the first has one.
         keys: Which keys, those in the cache included; ``None`` for all. A static cache has keys for tokens that are
             yet to come, too: count from the front there.
         heads: In which heads of the queries; ``None`` for all.
@@ -215,15 +215,26 @@ def _softmax(edit: Block, value: Any, known: KnownHeads) -> Any:
     dim = value.kwargs.get("dim", value.args[1] if len(value.args) > 1 else None) if isinstance(value, Inputs) else -1
     if dim not in (-1, scores.dim() - 1):
         raise NoPart(f"this softmax is taken over dim {dim}, and not over the keys, the last.")
-    if edit.rows is not None and scores.dim() == 3 and max(known.counts, default=1) > 1:
-        raise NoPart(f"rows and heads share the first dim of {tuple(scores.shape)}.")
+    if scores.dim() == 3 and known.folded > 1 and not (edit.rows is None and edit.heads is None):
+        return _softmax_of_all(edit, value, scores, known)
     axis = None if (edit.heads is None and scores.dim() != 4) or not known.counts else head_axis(scores.shape, known)
     if axis is not None and axis.dim == scores.dim() - 2:
         raise NoPart(f"queries are not the dim before the last of {tuple(scores.shape)}: heads are.")
     if axis is None and edit.heads is not None:
         axis = head_axis(scores.shape, known)  # which says what is missing
     keys = scores.shape[-1] - known.sinks
-    cut = edit.cut((*scores.shape[:-1], keys), axis, scores.device)
+    return _without(edit.cut((*scores.shape[:-1], keys), axis, scores.device), value, scores, known)
+
+
+def _softmax_of_all(edit: Block, value: Any, scores: Tensor, known: KnownHeads) -> Any:
+    """Of scores in which rows and heads share the first dim."""
+    rows, heads, (queries, keys) = rows_of_heads(scores.shape, known), known.folded, scores.shape[1:]
+    cut = edit.cut((rows, heads, queries, keys - known.sinks), HeadAxis(1, heads), scores.device)
+    return _without(cut.expand(rows, heads, -1, -1).flatten(0, 1), value, scores, known)
+
+
+def _without(cut: Tensor, value: Any, scores: Tensor, known: KnownHeads) -> Any:
+    """What a softmax takes, without the edges that are cut."""
     new = scores.masked_fill(F.pad(cut, (0, int(known.sinks))), -torch.inf)
     _check_rows(scores, new)
     return Inputs((new, *value.args[1:]), value.kwargs) if isinstance(value, Inputs) else new

@@ -43,17 +43,19 @@ def only(
     Args:
         edit: One of the catalogue, a function of a value, or a list of these.
         positions: Which tokens of this call: dim 1 of ``(N, T, D)``, dim 2 where heads come first; of ``(N·T, D)``, as
-            experts give it, the edit sees ``(N, T, D)``. A table
+            experts give it, the edit sees ``(N, T, D)``. Tokens that come before rows, ``(T, N, D)``, are found where
+            the model's call, or a ``batch_first`` of torch's own modules, tells them apart. A table
             with a line for each row of the batch chooses other ones in each: ``[[5], [3]]``, or a mask of ``(N, T)``,
             for which the edit sees ``x[mask]``. While a model generates, a call after the first holds the new token
             alone: add ``steps=0`` for positions of the prompt.
-        rows: Which rows of the batch, dim 0; of ``(N·T, D)`` those that the model is called with.
+        rows: Which rows of the batch, dim 0; of ``(N·T, D)`` and ``(T, N, D)`` those that the model is called with.
         heads: Which heads, counted as the value has them: keys and values of grouped queries have fewer. At ``@k`` and
             ``@v`` they are counted as keys and values have them, also where a kernel is given each of them once for
             every head of queries: the edit sees it once, and all of its copies are changed alike. In the output of a
             projection that makes heads, and in the input of the one that joins them, they are split off the last dim,
             and the edit sees ``(N, T, heads, size)``; where query, key and value are in one,
-            ``(N, T, 3, heads, size)``. In values of four dims they are the dim that has as many.
+            ``(N, T, 3, heads, size)``. In values of four dims they are the dim that has as many; of
+            ``(N·heads, T, D)``, as some products are taken, the edit sees ``(N, heads, T, D)``.
         steps: Which steps of a generation: 0 is the prompt, 1 the first token after it. A pass outside of one is
             step 0. Steps that never come are told of when the block ends (``NeverRanWarning``).
     """

@@ -28,7 +28,11 @@ def lens(
     ``row`` is the row of the batch, ``positions`` those to show (all, unless said otherwise), ``tokens`` the input's
     own tokens, which name the columns.
     """
-    count = result.tokens.shape[2]
+    rows, count = result.tokens.shape[1:3]
+    if not -rows <= row < rows:
+        raise ValueError(f"row={row}: the lens has {counted(rows, 'row')}.")
+    if outside := [p for p in positions or () if not -count <= p < count]:
+        raise ValueError(f"positions {outside} are out of range: the lens has {counted(count, 'position')}.")
     shown = list(range(count)) if positions is None else [range(count)[p] for p in positions]
     if tokens is not None and len(tokens) != count:
         raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(count, 'position')}.")
