@@ -40,6 +40,15 @@ def takes_hooks(target: Target, index: Index) -> bool:
     return target.tensor is None and not is_script(target.module) and not is_script(index.root)
 
 
+def ended_by(error: BaseException | None, replaced: str) -> str:
+    """Why nothing could come any more: what ended the block, or that the module was replaced; empty otherwise."""
+    if isinstance(error, Stop):
+        return "another session's stop=True ended the block."
+    if replaced:
+        return f"{replaced}, since the session opened. Replace it first, then open the session."
+    return "" if error is None else f"the block ended early with {type(error).__name__}."
+
+
 def cause(
     target: Target,
     tap: Tap,

@@ -387,15 +387,10 @@ class Session(Shown):
                 self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
             if never_ran.came(site, tap, self.recording, self._seen):
                 continue
-            if isinstance(error, Stop):
-                why = "another session's stop=True ended the block."
-            elif replaced:
-                why = f"{replaced}, since the session opened. Replace it first, then open the session."
-            elif error is not None:
-                why = f"the block ended early with {type(error).__name__}."
-            elif not ran and forward is tap and not tap.elsewhere and never_ran.takes_hooks(target, self.index):
+            why = never_ran.ended_by(error, replaced)
+            if not (why or ran or tap.elsewhere) and forward is tap and never_ran.takes_hooks(target, self.index):
                 why = never_ran.NOT_CALLED
-            else:
+            elif not why:
                 why = never_ran.cause(
                     target, tap, forward, self.index, self.taps.by_module, self.scope, self.taps.listener
                 )
