@@ -1,4 +1,4 @@
-"""Which dim of a value are the rows, where it has two as long as the batch: one row, run by itself, tells."""
+"""Which dim of a value are the rows, where sizes do not tell: one row, run by itself, does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchhook.errors import DataWarning, ExtractError, TransformError, warn
 class Square:
     """Whether a batch has as many positions as rows, or gives values whose second dim is as long as their first.
 
-    Values ``(N, C)`` are left alone: they have no time, and the width of many a layer is the size of a batch.
+    Values ``(N, C)`` are left alone: they have no time, and the width of many a layer is the size of a batch. Values
+    ``(N,)`` may be a vector that has no rows at all, and is as long as the batch by chance.
     """
 
     def __init__(self, batch: Any, rows: int) -> None:
@@ -30,8 +31,9 @@ class Square:
         """Called with what passes a site: a transform may reduce the dim that shows it."""
         if self.rows > 1 and not self.found:
             # Nested ones have no common shape.
-            deep = (tensor for tensor in tree.tensors(value) if tensor.dim() > 2 and not tensor.is_nested)
-            self.found = any(tensor.shape[1] == self.rows for tensor in deep)
+            plain = [tensor for tensor in tree.tensors(value) if not tensor.is_nested]
+            self.found = any(tensor.shape[1] == self.rows for tensor in plain if tensor.dim() > 2)
+            self.found |= bool(site) and any(tensor.dim() == 1 and len(tensor) == self.rows for tensor in plain)
 
 
 def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.device) -> None:
@@ -44,7 +46,7 @@ def try_one_row(forward: Forward, batch: Batch, extras: Extras, device: torch.de
         try:
             site_columns(site, value, 1, None if forward.takes_tokens else said, None)
         except ExtractError as error:
-            raise ExtractError(f"tried with one row, since time and batch are equally long: {error}") from error
+            raise ExtractError(f"tried with one row, since another dim may be as long as the batch: {error}") from error
 
     said = extras.padding(one.value, one.start, one.good)
     try:
