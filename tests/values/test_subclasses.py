@@ -110,6 +110,14 @@ def test_noise_on_a_dtensor_is_that_on_the_whole(mesh: Any) -> None:
     assert torch.equal(full(edit(split(x, mesh), Site("fc"))), edit(x, Site("fc")))
 
 
+def test_a_part_of_a_dtensor_is_refused_in_one_sentence(mesh: Any) -> None:
+    model, x = nn.Identity(), split(torch.ones(2, 2), mesh)
+    with pytest.raises(th.errors.EditError, match=r"a DTensor of shape .* each rank holds a part"):
+        th.run(model, x, edit={"(model)": edits.only(edits.zero(), rows=0)})
+    with pytest.raises(th.errors.TransformError, match=r"a DTensor of shape"):
+        th.run(model, x, capture="(model)", transform=th.transforms.only(rows=0))
+
+
 def test_an_edit_that_makes_a_dtensor_plain_is_refused(mesh: Any) -> None:
     model = nn.Identity()
     with pytest.raises(th.errors.EditError, match=r"kind of tensor: expected DTensor, found Tensor"):

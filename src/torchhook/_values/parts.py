@@ -29,6 +29,7 @@ from torchhook._values.heads import (
     token_dim,
     unpacked,
 )
+from torchhook._values.subclasses import is_distributed
 from torchhook._values.wrappers import faked_like
 
 
@@ -92,6 +93,12 @@ def part(
 
     ``otherwise`` is the dim of positions where no tokens are known, as in ``token_dim``.
     """
+    if is_distributed(tensor):
+        raise NoPart(
+            f"this is a DTensor of shape {tuple(tensor.shape)}, of which each rank holds a part: which of the chosen are "
+            "here is known to its mesh alone.",
+            "Change all of it, or write a function that goes by value.full_tensor() or value.to_local().",
+        )
     if (spread := _spread(tensor, known, rows, positions, heads)) is not None:
         inner = part(spread(tensor), rows, positions, heads, known._replace(asked=False))
         first, *others = (_then(spread, view) for view in (inner.arranged, *inner.copies))
