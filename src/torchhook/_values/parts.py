@@ -95,7 +95,7 @@ def part(
     """
     if is_distributed(tensor):
         raise NoPart(
-            f"this is a DTensor of shape {tuple(tensor.shape)}, of which each rank holds a part: which of the chosen are "
+            f"this is a DTensor of shape {tuple(tensor.shape)}, of which each rank holds a part: which ones are "
             "here is known to its mesh alone.",
             "Change all of it, or write a function that goes by value.full_tensor() or value.to_local().",
         )
