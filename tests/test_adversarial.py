@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchhook as th
 from tests.models import CASES, GRAD, INFERENCE, MODES, Case, Opaque, frozen, tensors_in, watch
 from tests.oracle import warned
-from torchhook.errors import NeverRanWarning
+from torchhook.errors import NeverRanWarning, SessionError
 from torchhook.types import Site
 
 BY_CLONE = {
@@ -197,7 +197,13 @@ def test_writing_to_a_captured_value_changes_nothing_in_the_model(case: Case) ->
         assert state_of(model) == plain.state
 
 
-@pytest.mark.parametrize("case", [param(case) for case in CASES.values() if GRAD in case.modes])
+# Its first run has no graph that a value could be on, so that it is refused.
+NO_GRAPH = {"CheckpointedReentrant"}
+
+
+@pytest.mark.parametrize(
+    "case", [param(case) for case in CASES.values() if GRAD in case.modes and case.name not in NO_GRAPH]
+)
 def test_live_values_are_true_and_on_the_graph(case: Case) -> None:
     with warned():
         plain, _, _ = ran(case, case.model(), GRAD)
@@ -227,6 +233,13 @@ def test_live_values_are_true_and_on_the_graph(case: Case) -> None:
         values = rec.all(Site(name)) if expected else []
         assert [frozen(v) for v in values] == expected, name
         assert [[t.requires_grad for t in tensors_in(v)] for v in values] == on_graph.get(name, []), name
+
+
+@pytest.mark.parametrize("name", sorted(NO_GRAPH))
+def test_live_values_without_a_graph_are_refused(name: str) -> None:
+    with warned(), pytest.raises(SessionError, match="use_reentrant=False"):
+        with th.capture(model := CASES[name].model(), keep="live"):
+            ran(CASES[name], model, GRAD)
 
 
 @pytest.mark.parametrize("case", [param(case, known={}) for case in CASES.values()])

@@ -135,7 +135,7 @@ class _Attending(Session):
     def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Every module was looked at, and most do not attend: only if none did, there is something to say."""
         if error is None and not len(self.recording):
-            why = self.not_seen() if self.taps.any_ran else never_ran.NOT_CALLED
+            why = self.not_seen() if self._taps.any_ran else never_ran.NOT_CALLED
             self.recording.missing[""] = why
 
     def not_seen(self) -> str:

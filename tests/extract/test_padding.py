@@ -111,6 +111,8 @@ def test_statistics_and_positions_are_those_of_single_unpadded_sentences(tmp_pat
 class Words(nn.Module):
     """Every token by itself, so that padding can only come in where it is pooled."""
 
+    masked = False
+
     def __init__(self, forward_mask: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 6, padding_idx=PAD)
@@ -119,7 +121,7 @@ class Words(nn.Module):
             self.embed.weight[PAD] = 100.0
 
     def forward(self, input_ids, attention_mask=None):
-        self.masked = attention_mask is not None
+        Words.masked = attention_mask is not None  # not on the model, whose attributes come back as they were
         found = self.embed(input_ids)
         if found.shape[1] > 1:
             self.halve(found.transpose(1, 2))

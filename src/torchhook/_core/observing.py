@@ -46,12 +46,12 @@ def can_observe(session: Session, target: Target) -> bool:
     site, module, tensor = target
     if tensor is not None or site.port != "output" or site.op is not None or site.call is not None:
         return False
-    return knows_results and not session.taps.has(module)
+    return knows_results and not session._taps.has(module)
 
 
 def observe(session: Session, target: Target, look: Look, gradient_look: Look) -> None:
     """As ``session.look`` for a target and for its gradient."""
-    (site, module, _), taps = target, session.taps
+    (site, module, _), taps = target, session._taps
     grad_tap = GradTap(site.path, session.scope)
     grad_tap.add_look(gradient_look)
     gradient = OutputGradient(grad_tap, taps.handles, taps.aliases)
@@ -69,7 +69,7 @@ def go_on(session: Session) -> None:
 
     As closing it and opening it again, with nothing noted of what ran.
     """
-    session.taps.go_on()
+    session._taps.go_on()
 
 
 def _written_to(gradient: OutputGradient) -> Alias:

@@ -77,14 +77,14 @@ class Session(Shown):
         self._to_come: list[tuple[Site, actions.ToCome]] = []
         self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
-        self.taps: Taps = Taps(self.index, scope, scope if self._own_threads_only else None)
+        self._taps: Taps = Taps(self.index, scope, scope if self._own_threads_only else None)
         self._attachment: Attachment | None = None
         self._closed = False
 
     @property
     def handles(self) -> TensorHandles:
         """Hooks on tensors, which go when the session closes."""
-        return self.taps.handles
+        return self._taps.handles
 
     # -- building -----------------------------------------------------------------------------
 
@@ -102,16 +102,16 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        change, to_come = actions.placed(edit, target, self.taps.heads_at(target), self._own_threads_only)
+        change, to_come = actions.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
             self._to_come.append((site, to_come))
-        self.taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))
+        self._taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
         """Hand every value that passes ``target`` to ``look``, after all edits."""
         select.refuse_counting_back(target.site, "whoever looks")
         look = actions.only_look(target.site, actions.of_leaf(target.site, look), self._seen)
-        self.taps.of(target).add_look(look)
+        self._taps.of(target).add_look(look)
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
@@ -121,7 +121,7 @@ class Session(Shown):
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
-        chosen, recording, taps = list(targets), self.recording, self.taps
+        chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         task, padding = graph_task(), taps.call_padding(keep)
         for target, others, calls in select.by_site(chosen):
@@ -145,7 +145,7 @@ class Session(Shown):
         recording.find_layouts = select.layouts(self.index, chosen, recording.find_layouts)
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
-        self.taps.root.add_look(actions.inputs_kept_from(keep), first=True)
+        self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
 
     def record_custom(
         self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
@@ -153,7 +153,7 @@ class Session(Shown):
         """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
         tap = CustomTap(target.site.path, self.scope if self._own_threads_only else None, function)
         tap.add_look(keep.recorder(self.recording.opened(target.site, max_records).append, self.recording.order))
-        self.taps.custom(target, tap)
+        self._taps.custom(target, tap)
 
     def stop_when_seen(self, targets: Iterable[Target]) -> None:
         """End the forward pass once every one of ``targets`` has been seen."""
@@ -174,19 +174,19 @@ class Session(Shown):
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every functional operation inside the modules."""
-        self.taps.listen(listener)
+        self._taps.listen(listener)
 
     # -- living -------------------------------------------------------------------------------
 
     @property
     def sites(self) -> list[Site]:
         """The sites that are edited, looked at or recorded."""
-        return list(self.taps.targets)
+        return list(self._taps.targets)
 
     @property
     def edited_in_segments(self) -> list[Site]:
         """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
-        return [site for site, (_, tap) in self.taps.targets.items() if tap.edits and tap.segments.noted]
+        return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -206,10 +206,10 @@ class Session(Shown):
                 "by session.run(x), which ends that pass alone."
             )
         if running:
-            self.taps.forget_root_input()
+            self._taps.forget_root_input()
         self._open()
-        if running and self.taps.listener is not None:
-            self.taps.listener.enter_running(self.index.root)
+        if running and self._taps.listener is not None:
+            self._taps.listener.enter_running(self.index.root)
         return self
 
     def _open(self) -> Session:
@@ -222,12 +222,12 @@ class Session(Shown):
             if may_be_compiled:
                 hooks.eager_stance.hold_for(attachment, own)
             attach = self._attach if reopening is None else reopening.attach
-            attach(attachment, self.recording, self.taps, own)
+            attach(attachment, self.recording, self._taps, own)
             self._depths = functional.depths()
             if own is not None:
                 own.enter()
             elif UNSEEN in active.get():
-                for _, tap in self.taps:
+                for _, tap in self._taps:
                     tap.made_unseen = True
         except BaseException:
             attachment.remove()
@@ -269,9 +269,9 @@ class Session(Shown):
             self._recipe(self)
             # What was built is kept as it is, and what opens is made like it, this time already.
             if not (self._stops or self.gathers or self._leaves):
-                self._reopening = Reopening.of(self.taps, self.recording, self._keeps, self.index)
+                self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
         if self._reopening is not None:
-            self.recording, self.scope, self.taps = self._reopening.made(self._own_threads_only)
+            self.recording, self.scope, self._taps = self._reopening.made(self._own_threads_only)
         return self._reopening
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
@@ -310,7 +310,7 @@ class Session(Shown):
         self.recording = Recording(type(self.index.root).__name__)
         self._seen.clear()
         self._followed = {}
-        self.taps.forget()
+        self._taps.forget()
 
     def close(self) -> None:
         """Take the hooks away and warn about sites that never ran. Closing twice does nothing."""
@@ -359,21 +359,21 @@ class Session(Shown):
         self._closed = True  # last: whom an interrupt keeps from it may close again
         is_as_it_was = not self._followed and self.index.is_as_it_was()
         known = self._reopening if is_as_it_was and error is None else None
-        if self.reports and not (is_as_it_was and self.taps.all_ran()):
-            if known is not None and known.note_idle(self.recording, self.taps, self._warn):
+        if self.reports and not (is_as_it_was and self._taps.all_ran()):
+            if known is not None and known.note_idle(self.recording, self._taps, self._warn):
                 return
             self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn:
-            never_ran.tell_of_edits(self.taps.edits_to_come())
+            never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording, self.index if self.takes_all else None)
 
     def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        ran = self.taps.any_ran
-        for site, (target, tap) in self.taps.targets.items():
-            forward = self.taps.passing(site, tap)
+        ran = self._taps.any_ran
+        for site, (target, tap) in self._taps.targets.items():
+            forward = self._taps.passing(site, tap)
             if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
                 continue  # nothing to say, as of most
             address = str(site)
@@ -392,6 +392,6 @@ class Session(Shown):
                 why = never_ran.NOT_CALLED
             elif not why:
                 why = never_ran.cause(
-                    target, tap, forward, self.index, self.taps.by_module, self.scope, self.taps.listener
+                    target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
                 )
             self.recording.missing[address] = why

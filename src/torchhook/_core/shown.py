@@ -15,7 +15,7 @@ class Shown:
     """In one line; in a notebook with its sites."""
 
     recording: Recording
-    taps: Taps
+    _taps: Taps
     _attachment: Attachment | None
     _closed: bool
     _opened_as = "th.capture(…) as rec"  # what a user writes behind "with"
@@ -27,10 +27,10 @@ class Shown:
 
     def __repr__(self) -> str:
         state = "not open yet" if self._attachment is None else "open" if self.is_open else "closed"
-        return f"<session on {self.recording.model_name}: {counted(len(self.taps.targets), 'site')}, {state}>"
+        return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
 
     def _repr_html_(self) -> str:
-        return self.taps.table(repr(self)[1:-1])._repr_html_()
+        return self._taps.table(repr(self)[1:-1])._repr_html_()
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise SessionError(self._not_a_recording(f"[{key!r}]"))

@@ -76,10 +76,10 @@ class Tap:
     edits: Sequence[Edit] = ()
     looks: Sequence[Look] = ()
     aliases: Sequence[Alias] = ()
-    ran = 0
-    elsewhere = 0
-    recomputed = 0
-    made_unseen = False
+    ran: int = 0
+    elsewhere: int = 0
+    recomputed: int = 0
+    made_unseen: bool = False
     """Whether one that takes calls from everywhere was put there by what is seen by nobody else."""
     _segments: Segments | None = None
 

@@ -72,7 +72,7 @@ class Taps:
         self.seen_from = seen_from
         """Calls from outside this scope are not seen; ``None`` sees those from everywhere."""
         # The module and its tap by the module's id.
-        self.root = InputTap("", seen_from)
+        self.root: InputTap = InputTap("", seen_from)
         """Sees the model being called, whatever is asked for."""
         self._inputs: dict[int, tuple[nn.Module, InputTap]] = {id(index.root): (index.root, self.root)}
         self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,13 +34,19 @@ def record(model: nn.Module, index: Index, targets: list[Target], inputs: Any, *
     """What passes the targets in one run; other sessions may be open ``beside`` it."""
     session = Session(model, index=index, warn=False)
     session.record(targets, Keep())
-    with contextlib.ExitStack() as stack:
-        recording = stack.enter_context(session)
+    with session as recording:
         # The others come second: what they change is changed after it was recorded.
-        for other in beside:
-            stack.enter_context(other)
-        calling.call(model, fitting(model, inputs))
+        _run_within(beside, model, inputs)
     return sides.with_calls(recording) if sides.is_program(model) else recording
+
+
+# No ExitStack: one that an interrupt leaves holds itself, and with it hooks, until the collector comes by.
+def _run_within(sessions: Sequence[Session], model: nn.Module, inputs: Any) -> None:
+    if not sessions:
+        calling.call(model, fitting(model, inputs))
+        return
+    with sessions[0]:
+        _run_within(sessions[1:], model, inputs)
 
 
 def fitting(model: nn.Module, inputs: Any) -> Inputs:

@@ -24,10 +24,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _purpose = "to keep its own work out of selective checkpoints"
-_stack: Callable[[], list[Any]] = find(
-    "utils._python_dispatch._get_current_dispatch_mode_stack", missing("_get_current_dispatch_mode_stack", _purpose)
+_found: Callable[[], list[Any]] | None = find("utils._python_dispatch._get_current_dispatch_mode_stack", None)
+_stack = missing("_get_current_dispatch_mode_stack", _purpose) if _found is None else _found
+# Where nobody can tell, there may be some in every checkpoint, and what needs to know them is refused there alone.
+dispatch_modes: Callable[[], int] = find(
+    "_C._len_torch_dispatch_stack", lambda: int(in_checkpoint()) if _found is None else len(_found())
 )
-dispatch_modes: Callable[[], int] = find("_C._len_torch_dispatch_stack", lambda: len(_stack()))
 """How many of these modes are on in this thread: mostly none, and nothing is cheaper to ask."""
 _pop = find("_C._pop_torch_dispatch_stack", missing("_pop_torch_dispatch_stack", _purpose))
 _push = find("_C._push_on_torch_dispatch_stack", missing("_push_on_torch_dispatch_stack", _purpose))

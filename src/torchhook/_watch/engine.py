@@ -77,7 +77,7 @@ class Engine:
         self.history: deque[Snapshot] = deque(maxlen=history)
         self.alarms: AlarmState | None = None if limits is None else AlarmState(limits)
         self.paused = False
-        self.unmeasured = 0
+        self.unmeasured: int = 0
         """How many calls were no steps, since they trained nothing."""
         self._has_trained = False
         self.step: Step | None = None
