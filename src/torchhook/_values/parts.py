@@ -93,12 +93,7 @@ def part(
 
     ``otherwise`` is the dim of positions where no tokens are known, as in ``token_dim``.
     """
-    if is_distributed(tensor):
-        raise NoPart(
-            f"this is a DTensor of shape {tuple(tensor.shape)}, of which each rank holds a part: which ones are "
-            "here is known to its mesh alone.",
-            "Change all of it, or write a function that goes by value.full_tensor() or value.to_local().",
-        )
+    _refuse_distributed(tensor)
     if (spread := _spread(tensor, known, rows, positions, heads)) is not None:
         inner = part(spread(tensor), rows, positions, heads, known._replace(asked=False))
         first, *others = (_then(spread, view) for view in (inner.arranged, *inner.copies))
@@ -134,6 +129,15 @@ def part(
     placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
     first, *others = (_then(view, arranged) for view in _views(axis))
     return Part(first, placed, tuple(tensor.shape), tuple(others))
+
+
+def _refuse_distributed(tensor: Tensor) -> None:
+    if is_distributed(tensor):
+        raise NoPart(
+            f"this is a DTensor of shape {tuple(tensor.shape)}, of which each rank holds a part: which ones are "
+            "here is known to its mesh alone.",
+            "Change all of it, or write a function that goes by value.full_tensor() or value.to_local().",
+        )
 
 
 def _spread(
