@@ -14,7 +14,11 @@ import torchhook as th
 from torchhook.errors import GuardError
 
 # Torch itself, when forward gradients are first asked for.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+# What torch.func.hessian says of torch itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning"),
+]
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 either = pytest.mark.parametrize("thorough", [False, True], ids=["quick", "thorough"])
 
