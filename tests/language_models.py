@@ -201,6 +201,10 @@ def made(name: str, kind: str | None = None, *, attn_implementation: str | None 
     return from_config(kind or usual, {**config, **changes}, attn_implementation)
 
 
+HAS_GROUPED_PRODUCT = hasattr(torch.nn.functional, "grouped_mm") or hasattr(torch, "_grouped_mm")
+NO_GROUPED_PRODUCT = "this version of torch has no grouped product, and the experts take another way"
+
+
 def checkpointed(model: Any, reentrant: bool = False) -> Any:
     """The model with activation checkpointing, which has another name from transformers 5.23 on."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.language_models import made
+from tests.language_models import HAS_GROUPED_PRODUCT, NO_GROUPED_PRODUCT, made
 from torchhook import edits
 from torchhook._capture import run
 from torchhook._layers.api import ops
 from torchhook._values.tree import Inputs
 
 EXPERTS = "model.layers.1.mlp.experts"
-grouped = pytest.mark.skipif(
-    not hasattr(F, "grouped_mm") and not hasattr(torch, "_grouped_mm"),
-    reason="this version of torch has no grouped product, and the experts take another way",
-)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 8, 30]])
 
 
@@ -76,7 +72,7 @@ def test_experts_in_a_loop_have_a_call_for_each_that_was_chosen() -> None:
 
 
 @pytest.mark.shows("Models: experts of a mixture that are one module")
-@grouped
+@pytest.mark.skipif(not HAS_GROUPED_PRODUCT, reason=NO_GROUPED_PRODUCT)
 def test_grouped_experts_lie_beside_each_other_in_one_product() -> None:
     model = mixtral("grouped_mm")
     expected, name = by_hand(model), the_product(model)
@@ -108,7 +104,7 @@ def test_one_expert_is_ablated_where_it_runs(place: int) -> None:
     assert torch.allclose(found.logits, without(model, expert), rtol=1e-4, atol=1e-6)
 
 
-@grouped
+@pytest.mark.skipif(not HAS_GROUPED_PRODUCT, reason=NO_GROUPED_PRODUCT)
 def test_one_expert_is_ablated_among_grouped_ones() -> None:
     model = mixtral("grouped_mm")
     name, counts = the_product(model), {expert: len(rows) for expert, rows in by_hand(model).items()}

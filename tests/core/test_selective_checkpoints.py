@@ -40,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).sin().view(4, 8)
         h = self.b(h).clone().sin()
-        low, high = torch.aminmax(h)
+        low, high = torch.aminmax(h.detach())
         h = self.relu(h + h.sum() + h.pow(2) + low * high)
         m = h.mean(-1, keepdim=True)
         h = self.c(h * h - m).view(2, 2, 8).sin().view(4, 8)
@@ -231,6 +231,7 @@ def test_fake_tensors_stay_fake() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="this version's compiler follows no such checkpoints")
 @pytest.mark.filterwarnings("ignore:.*not a leaf Tensor:UserWarning")  # the compiler's own
 @pytest.mark.parametrize("saved", ["clones", "all"])
 def test_compiled_features_leave_the_gradients_of_the_model_alone(saved: str) -> None:

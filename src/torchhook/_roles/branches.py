@@ -24,6 +24,7 @@ VIEWS = frozenset(
 _JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack"})
 CONTRACTIONS = frozenset(
     {"linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "grouped_mm", "_grouped_mm"}
+    | {"grouped_mm_fallback"}  # that of transformers, where torch has no grouped product
 )
 
 
