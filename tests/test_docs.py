@@ -44,8 +44,16 @@ SLOW = {
 RUNNING = [page for page in PAGES if name_of(page) not in WITHOUT_EXAMPLES]
 
 
+# What they show of programs needs that; docs/compatibility.md has what older versions cannot do.
+NEED_TORCH_2_9 = {"docs/compiled.md", "docs/debugging.md"}
+_too_old = pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9), reason="what it shows of programs needs 2.9"
+)
+
+
 def _marked(page: Path) -> object:
-    return pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
+    marks = [pytest.mark.slow] if name_of(page) in SLOW else []
+    return pytest.param(page, id=name_of(page), marks=marks + [_too_old] * (name_of(page) in NEED_TORCH_2_9))
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch.export.unflatten about itself
