@@ -191,7 +191,7 @@ class _Refill:
         if pool.is_full:  # the model gave more at once than the buffer holds
             return True
         more = True
-        with self._own_random_numbers(), evaluating_on(self.passes.model, None) as device:
+        with self._own_random_numbers(), evaluating_on(self.passes.model, None, attributes=False) as device:
             if self.batches is None:
                 self.batches = self.passes.epoch(pin=device.type == "cuda")
             while more and not pool.is_full:

@@ -40,15 +40,18 @@ _turn = Turn()
 
 
 @contextlib.contextmanager
-def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
+def evaluating_on(
+    model: nn.Module, device: torch.device | str | None, attributes: bool = True
+) -> Iterator[torch.device]:
     """The model in evaluation mode and on ``device``; the last of all threads that use it puts it back as it was.
 
-    Random numbers aside, which belong to the process.
+    Random numbers aside, which belong to the process. Without ``attributes``, those of modules that have no buffers
+    stay as they have become: for those who come here for every few batches.
     """
     with calling.evaluating(model):
         with _turn:
             # Locked until it has moved: another thread must not run a model of which half is elsewhere.
-            moved = _moved(model, device)
+            moved = _moved(model, device, attributes)
             moved.users += 1
             try:
                 if moved.users == 1:
@@ -66,7 +69,7 @@ def evaluating_on(model: nn.Module, device: torch.device | str | None) -> Iterat
                 _leave(model, moved)
 
 
-def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
+def _moved(model: nn.Module, device: torch.device | str | None, attributes: bool) -> _Moved:
     # Weights that are offloaded are nowhere now, and must not be moved: what takes care of them moves the inputs, too.
     offloaded = has_offloaded(model)
     homes = {t.device for t in (*model.parameters(), *model.buffers()) if not (offloaded and t.device.type == "meta")}
@@ -78,7 +81,8 @@ def _moved(model: nn.Module, device: torch.device | str | None) -> _Moved:
     if known is None:
         # A model on several devices stays where it is: it knows how its parts belong together.
         moves = there != home and len(homes) == 1 and not offloaded
-        aside = calling.SetAside(calling.all_modules(model))
+        modules = calling.all_modules(model)
+        aside = calling.SetAside(modules, None if attributes else {id(m) for m in modules if m._buffers})
         known = _Moved(there, home, moves, aside, AtEnd(aside.give_back))
         _models[id(model)] = known
     elif device is not None and there != known.there:
