@@ -224,3 +224,31 @@ def test_the_last_of_several_threads_gives_a_model_back():
     assert model.calls == 1
     second.__exit__(None, None, None)
     assert state_of(model) | {"random numbers": None} == before
+
+
+class CountsTwice(nn.Module):
+    """Counts its calls in a buffer, and in an attribute of a module that has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.calls += 1
+        self.inner.seen = int(self.calls)
+        return self.inner(x)
+
+
+def test_without_attributes_buffers_modes_and_gradients_come_back_all_the_same():
+    model = CountsTwice().train()
+    model.inner.weight.grad = gradient = torch.ones(2, 2)
+    calls = model.calls
+    with evaluating_on(model, None, attributes=False), torch.no_grad():
+        assert model.inner.weight.grad is None
+        model(torch.ones(1, 2))
+    assert model.calls is calls
+    assert model.calls.item() == 0
+    assert model.inner.weight.grad is gradient
+    assert model.training
+    assert model.inner.seen == 1  # as it has become: that is the price of less to put back
