@@ -79,8 +79,13 @@ class Index:
         if not parts:
             yield path, module
         elif parts[0] == "**":
-            below = _walk(module, path, above, self.followed)
-            yield from ((found, inner) for found, inner in below if found and whole.fullmatch(found + "."))
+            # Of the whole model once: what is left out is looked for there too, among modules and among parameters.
+            below = self.modules.items() if module is self.root else _walk(module, path, above, self.followed)
+            if len(parts) == 1:
+                yield from [found for found in below if found[0]]
+                return
+            matches, end = whole.fullmatch, "" if is_glob(parts[-1]) else parts[-1]  # which is told sooner
+            yield from [found for found in below if found[0].endswith(end) and found[0] and matches(found[0] + ".")]
         else:
             fits, rest, children = glob_pattern(parts[0]).fullmatch, parts[1:], module._modules
             above = (*above, module)

@@ -159,7 +159,7 @@ def _some(index: Index, found: Found, site: Site, what: str, text: str) -> Itera
         raise SelectorError(f"{what} matches only containers that are never called: {paths}.")
     whole = site.op is None and site.call is None and not site.leaf
     for path, module in running:
-        yield Target(_site(path, site.port) if whole else site.but(path=path), module)
+        yield _new(Target, (_site(path, site.port) if whole else site.but(path=path), module, None))
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
