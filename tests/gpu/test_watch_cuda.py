@@ -18,7 +18,6 @@ from torchhook._watch.alarms import Alarms
 from torchhook._watch.api import watch
 from torchhook._watch.ledger import Ledger, norm_at
 from torchhook._watch.rows import Rows, works
-from torchhook._watch.tables import merged, merged_norms
 
 try:
     import pytest
@@ -50,13 +49,13 @@ def test_rows_hold_the_statistics_of_numpy() -> None:
         found = [rows.statistics(tensor), *(rows.statistics(tensor, unit) for unit in range(tensor.dim()))]
         norm = rows.norm(tensor)
         whole, norms, live = rows.read([part.cpu() for part in rows.sent()])
-        right = np.allclose(merged(whole, found), [fields] * len(found), rtol=1e-9, atol=0, equal_nan=True)
-        right &= np.allclose(merged_norms(norms, [norm]), size, rtol=1e-12, atol=0, equal_nan=True)
+        right = np.allclose(whole, [fields] * len(found), rtol=1e-9, atol=0, equal_nan=True)
+        right &= np.allclose(norms[norm.at], size, rtol=1e-12, atol=0, equal_nan=True)
         for unit, row in enumerate(found[1:]):
             others = tuple(dim for dim in range(array.ndim) if dim != unit)
             right &= not row.units or row.flags(live).tolist() == (array != 0).any(axis=others).tolist()
         if not right:
-            wrong.append((name, merged(whole, found), fields))
+            wrong.append((name, whole, fields))
     assert wrong == []
 
 
@@ -72,8 +71,8 @@ def test_large_tensors_in_both_memory_orders_are_as_exact_as_small_ones() -> Non
         whole, norms, live = rows.read([part.cpu() for part in rows.sent()])
         wide = tensor.double()
         expected = [wide.mean(), wide.var(correction=0), wide.min(), wide.max(), (wide != 0).sum(), wide.isnan().sum()]
-        assert np.allclose(merged(whole, [row])[0], [float(number) for number in expected], rtol=1e-10, atol=0)
-        assert np.allclose(merged_norms(norms, [norm]), float(wide.norm()), rtol=1e-10)
+        assert np.allclose(whole[row.at], [float(number) for number in expected], rtol=1e-10, atol=0)
+        assert np.allclose(norms[norm.at], float(wide.norm()), rtol=1e-10)
         assert not row.units or row.flags(live).tolist() == [channel != 7 for channel in range(64)]
 
 

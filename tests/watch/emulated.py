@@ -1,4 +1,4 @@
-"""The kernel of ``watch`` without a GPU: the same calls, the same slots, by numpy and one program after the other."""
+"""The kernels of ``watch`` without a GPU: the same calls, the same slots, by numpy and one program after the other."""
 
 from __future__ import annotations
 
@@ -67,13 +67,43 @@ def run(
         live[at // length % channels if UNITS == 1 else at % length] = 1
 
 
+class _Merge:
+    """What ``kernels.merge`` is."""
+
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def launch(slots: Tensor, places: Tensor, found: Tensor, WHOLE: bool, BLOCK: int) -> None:
+            assert len(places) == grid[0]
+            firsts = places[:, 0].numpy()  # one behind the other, without gaps but those that hold zeros
+            if WHOLE:
+                found.numpy().reshape(-1, 6)[:] = merged(slots.numpy().reshape(-1, 8), firsts).T
+            else:
+                found.numpy()[:] = np.add.reduceat(slots.numpy(), firsts)
+
+        return launch
+
+
+def merged(slots: Any, firsts: Any) -> Any:
+    """What the slots of each tensor amount to, from those of all."""
+    sizes, pivots, totals, squares, least, greatest, nans, zeros = slots.T
+    numbers = np.diff(np.append(firsts, len(slots)))
+    with np.errstate(all="ignore"):
+        means, size = pivots + totals / sizes, np.add.reduceat(sizes, firsts)
+        mean = np.add.reduceat(means * (sizes / np.repeat(size, numbers)), firsts)
+        spread = squares - totals * (totals / sizes) + sizes * (means - np.repeat(mean, numbers)) ** 2
+        variance = np.add.reduceat(spread / np.repeat(size, numbers), firsts)
+    bad = np.add.reduceat(nans, firsts)
+    ends = np.minimum.reduceat(least, firsts), np.maximum.reduceat(greatest, firsts)
+    low, high = (np.where(bad > 0, np.nan, end) for end in ends)
+    return np.array([mean, variance, low, high, size - np.add.reduceat(zeros, firsts), bad])
+
+
 class Kernels:
     """Stands for the module."""
 
-    TILE = TILE
+    TILE, MERGED = TILE, 256
 
     def __init__(self) -> None:
-        self.look = _Kernel()
+        self.look, self.merge = _Kernel(), _Merge()
 
     def launcher(self, compiled: torch.dtype, device: int | None, arguments: tuple[Any, ...]) -> Any:
         """Launches again with other addresses, as a compiled kernel does."""

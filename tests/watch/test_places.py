@@ -17,7 +17,6 @@ from tests.watch.tensors import by_numpy as numbers_of
 from torchhook._watch.api import watch
 from torchhook._watch.places import Places
 from torchhook._watch.rows import NORM, Rows
-from torchhook._watch.tables import merged, merged_norms
 
 CPU = torch.device("cpu")
 
@@ -147,12 +146,11 @@ def test_rows_that_are_filled_again_hold_the_statistics_of_numpy_and_unfilled_on
     found = [one.fill({CPU: rows}, first, None, 0), other.fill({CPU: rows}, last, None, 0)]
     found.append(rows.statistics(more))
     sizes = [other.fill({CPU: rows}, last, NORM, 1)]
-    whole, norms, _ = rows.read(rows.sent())
+    table, norms, _ = rows.read(rows.sent())
     assert [row.at for row in found] == [0, 2, 3]
-    table = merged(whole, rows.looked)
     for row, tensor in zip(found, (first, last, more), strict=True):
         np.testing.assert_allclose(table[row.at], numbers_of(tensor)[0], rtol=1e-9)
-    np.testing.assert_allclose(merged_norms(norms, rows.sized)[sizes[0].at], float(last.norm()))
+    np.testing.assert_allclose(norms[sizes[0].at], float(last.norm()))
     assert rows.arranged() is rows.arrangement  # what has no place of its own does not count
 
 
@@ -185,6 +183,6 @@ def test_threads_never_fill_the_same_row(emulated: Kernels) -> None:  # noqa: F8
             thread.start()
         for thread in threads:
             thread.join()
-        table = merged(rows.read(rows.sent())[0], rows.looked)
+        table = rows.read(rows.sent())[0]
         assert {table[row.at][0] for _, row in found} == set(range(8))
         assert all(table[row.at][0] == value for value, row in found)

@@ -14,7 +14,6 @@ from tests.watch.tensors import TENSORS, by_numpy, randn
 from torchhook._watch import rows as rows_of
 from torchhook._watch.plans import flat_layout, unit_layout
 from torchhook._watch.rows import Rows, in_memory, works
-from torchhook._watch.tables import merged, merged_norms
 
 CPU = torch.device("cpu")
 
@@ -27,9 +26,9 @@ def test_rows_hold_the_statistics_of_numpy(name: str, emulated: Kernels) -> None
     found = [rows.statistics(tensor), *(rows.statistics(tensor, unit) for unit in range(tensor.dim()))]
     norm = rows.norm(tensor)
     whole, norms, live = rows.read(rows.sent())
-    for numbers in merged(whole, found):
-        np.testing.assert_allclose(numbers, expected, rtol=1e-9)
-    np.testing.assert_allclose(merged_norms(norms, [norm]), size, rtol=1e-12)
+    for row in found:
+        np.testing.assert_allclose(whole[row.at], expected, rtol=1e-9)
+    np.testing.assert_allclose(norms[norm.at], size, rtol=1e-12)
     assert emulated.look.launches == tensor.dim() + 2
     for unit, row in enumerate(found[1:]):
         if row.units:
@@ -50,8 +49,8 @@ def test_rows_of_many_tensors_do_not_mix_and_the_buffer_grows(emulated: Kernels)
         rows = Rows(CPU, room)
         found = [(rows.statistics(tensor), rows.norm(tensor)) for tensor in tensors]
         whole, norms, _ = rows.read(rows.sent())
-        np.testing.assert_allclose(merged(whole, [row for row, _ in found]), [by_numpy(t)[0] for t in tensors])
-        np.testing.assert_allclose(merged_norms(norms, [row for _, row in found]), [by_numpy(t)[1] for t in tensors])
+        np.testing.assert_allclose(whole[[row.at for row, _ in found]], [by_numpy(t)[0] for t in tensors])
+        np.testing.assert_allclose(norms[[row.at for _, row in found]], [by_numpy(t)[1] for t in tensors])
         assert rows.room[0] == sum(row.slots for row, _ in found)
 
 

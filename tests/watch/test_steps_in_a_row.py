@@ -140,7 +140,9 @@ def calls_of(step: Any) -> int:
         profile.runcall(step)
     finally:
         gc.enable()
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    counts = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    # Any hook makes PyTorch ask whether it is being compiled: in one call, or in more once the compiler was loaded.
+    return sum(number for (file, *_), (_, number, *_) in counts.items() if "torch/compiler/" not in file)
 
 
 def test_a_measured_step_costs_few_calls_for_each_layer_and_others_next_to_none(
@@ -163,7 +165,8 @@ def test_a_measured_step_costs_few_calls_for_each_layer_and_others_next_to_none(
     with watch(model, alarms=False):
         for _ in range(4):
             step()
-        assert calls_of(step) - plain < 75 * 65
+        # Of several: whatever is loaded or remembered once is no part of a step.
+        assert min(calls_of(step) for _ in range(3)) - plain < 75 * 65
     with watch(model, every=4, alarms=False):
         for _ in range(7):
             step()

@@ -6,7 +6,6 @@ is due would cost every step.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -185,8 +184,8 @@ class Engine:
         looks = Looks(watched.measure, Units(watched.index))
         session = Session(watched.index.modules[""], index=watched.index, threads=watched.threads, warn=False)
         watched.attach(session, looks, self._limits, trained)
-        # When the model has run, the device is busy for a while: the time for what the host has to do.
-        session.look(Target(Site(""), watched.index.modules[""]), _settling(weakref.ref(self), looks.units))
+        # A step may have several calls of the model.
+        session.look(Target(Site(""), watched.index.modules[""]), _ending(looks.units))
         sites = frozenset(str(target.site) for target in watched.in_step)
         self._built = Built(trained, looks, session, sites, watched.compared(trained), watched.can_go_on)
         return self._built
@@ -251,6 +250,8 @@ class Engine:
             self.settle()
 
     def _settle_if_there(self) -> None:
+        # When a step begins, the device has the most to do: all of the backward pass before it. When the model has run,
+        # it is idle soon, for the host takes longer than the device to run a model that is measured.
         if self._ended is not None and self._ended.step.ledger.is_there():
             self.settle()
 
@@ -270,11 +271,8 @@ class Engine:
             self.alarms.warn_since(known)
 
 
-def _settling(engine: weakref.ref[Engine], units: Units) -> Look:
-    # The engine holds the session, and what is dropped must go at once.
+def _ending(units: Units) -> Look:
     def look(value: Any, call: int) -> None:
-        units.begin()  # a step may have several calls of the model
-        if (found := engine()) is not None:
-            found.settle()
+        units.begin()
 
     return look

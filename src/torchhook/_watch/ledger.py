@@ -20,7 +20,7 @@ from torchhook._watch.places import Arrangement
 from torchhook._watch.plans import Plans
 from torchhook._watch.rows import MOST, READ, Row, Rows, has_rows
 from torchhook._watch.shared import part_norm
-from torchhook._watch.tables import Table, merged, merged_norms
+from torchhook._watch.tables import Table
 
 Key = Hashable
 """Where a number is in what ``read`` returns. A ``Row`` has its place in the table of its device, there under
@@ -221,13 +221,13 @@ class Ledger:
         return values
 
     def _read_rows(self, device: torch.device, parts: list[Tensor]) -> dict[Key, Any]:
-        slots, squares, live = Rows.read(parts)
+        numbers, norms, live = Rows.read(parts)
         rows, values = self.rows[device], dict[Key, Any]()
         if rows.looked:
-            values["table", rows.number] = Table([row.size for row in rows.looked], merged(slots, rows.looked))
+            values["table", rows.number] = Table([row.size for row in rows.looked], numbers)
             values |= {(row, "live"): row.flags(live) for row in rows.looked if row.units}
         if rows.sized:
-            values["norms", rows.number] = merged_norms(squares, rows.sized).tolist()
+            values["norms", rows.number] = norms.tolist()
         return values
 
 

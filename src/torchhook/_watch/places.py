@@ -41,11 +41,13 @@ class Row(NamedTuple):
 class Arrangement:
     """The rows of one step on one device, for the next steps to fill again."""
 
-    __slots__ = ("looked", "room", "sized")
+    __slots__ = ("looked", "places", "room", "sized")
 
     def __init__(self) -> None:
         self.looked: list[Row] = []
         self.sized: list[Row] = []
+        self.places: dict[bool, Tensor] = {}
+        """On the device, where the slots of each of them are: of what was looked at as a whole, and of norms."""
         self.room: tuple[int, int, int] = (0, 0, 0)
 
     def keys(self) -> set[int]:

@@ -23,10 +23,10 @@ from torchhook._values.subclasses import local
 from torchhook._watch.places import Arrangement, KnownRow
 from torchhook._watch.places import Row as Row
 from torchhook._watch.plans import Plan, Plans, flat_layout, unit_layout
-from torchhook._watch.tables import merged, merged_norms
+from torchhook._watch.tables import FIELDS
 
 READ = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})  # by the kernel, as they are
-_FIELDS = 8
+_SEEN = 8  # numbers in a slot
 MOST = 1 << 29  # elements: what a thread counts of them fits into 16 bits
 _FEWEST = 64  # programs, for a large tensor
 _PLANS = 4096  # the most that are kept
@@ -61,7 +61,7 @@ class Rows:
         """The rows of the arrangement that nobody has filled in this step."""
         self._is_like_before = True
         used = self.arrangement.room
-        self._whole = _Buffer(_FIELDS, torch.float64, device, room[0], used[0])
+        self._whole = _Buffer(_SEEN, torch.float64, device, room[0], used[0])
         self._norms = _Buffer(1, torch.float64, device, room[1], used[1])
         self._live = _Buffer(1, torch.uint8, device, room[2], used[2])
         # Where the arrangement begins, wherever the buffers grow to.
@@ -210,14 +210,35 @@ class Rows:
         return row
 
     def sent(self) -> list[Tensor]:
-        """The buffers as bytes, each to be given to ``read`` again: of statistics, norms and units."""
-        return [buffer.bytes() for buffer in (self._whole, self._norms, self._live)]
+        """What is known of each tensor, as bytes to be given to ``read`` again: statistics, norms and units."""
+        whole = self._merged(self._whole, self.looked, len(FIELDS))
+        return [whole, self._merged(self._norms, self.sized, 1), self._live.entries()]
+
+    def _merged(self, buffer: _Buffer, rows: list[Row], width: int) -> Tensor:
+        found = torch.empty(len(rows) * width, dtype=torch.float64, device=self._device)
+        if rows:
+            with _current(self._device):
+                merge, places = self._kernels.merge[(len(rows),)], self._places(rows, width > 1)
+                merge(buffer.entries(), places, found, WHOLE=width > 1, BLOCK=self._kernels.MERGED)
+        return found.view(torch.uint8)
+
+    def _places(self, rows: list[Row], whole: bool) -> Tensor:
+        """Where the slots of rows are, on the device; brought there once for steps that are alike."""
+        known = self.arrangement.places
+        if whole in known and len(known[whole]) == len(rows):  # those that are arranged come first
+            return known[whole]
+        places = torch.tensor([(row.slot, row.slots) for row in rows])
+        if self._device.type == "cuda":
+            places = places.pin_memory().to(self._device, non_blocking=True)
+        if self.is_arranging:
+            known[whole] = places
+        return places
 
     @staticmethod
     def read(found: list[Tensor]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """What came over: slots of statistics, slots of norms, and a flag for each unit."""
-        whole, norms = (part.view(torch.float64).numpy() for part in found[:2])
-        return whole.reshape(-1, _FIELDS), norms, found[2].numpy().astype(bool)
+        """What came over: the ``FIELDS`` of each tensor, the norms, and a flag for each unit."""
+        whole, squares = (part.view(torch.float64).numpy() for part in found[:2])
+        return whole.reshape(-1, len(FIELDS)), np.sqrt(squares), found[2].numpy().astype(bool)
 
 
 class _Buffer:
@@ -250,9 +271,10 @@ class _Buffer:
         """The memory from an address in what was taken last."""
         return self._now[(address - self.origin) // self._dtype.itemsize - self._start * self._width :]
 
-    def bytes(self) -> Tensor:
-        parts = [*self._full, self._now[: (self.used - self._start) * self._width]]
-        return torch.cat([part.view(torch.uint8) for part in parts])
+    def entries(self) -> Tensor:
+        """All that was taken, one behind the other."""
+        newest = self._now[: (self.used - self._start) * self._width]
+        return torch.cat([*self._full, newest]) if self._full else newest
 
 
 # -- which tensors ------------------------------------------------------------------------------------
@@ -299,11 +321,13 @@ def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
         x = torch.tensor(values, dtype=dtype, device=device).view(2, 2, 2)
         rows, again = Rows(device), range(2)  # the second time by what the first has compiled
         looks = [rows.statistics(x, unit) for _ in again for unit in (1, 2, None)]
-        sizes = [rows.norm(x) for _ in again]
+        for _ in again:
+            rows.norm(x)
         whole, norms, live = rows.read([part.cpu() for part in rows.sent()])
-        found = merged(whole, looks)
         expected = [float(np.mean(values)), float(np.var(values)), -2.5, 4.0, 3.0, 0.0]
-        right = np.allclose(found, [expected] * 6) and np.allclose(merged_norms(norms, sizes), np.linalg.norm(values))
+        right = np.allclose(whole, [expected] * len(looks)) and np.allclose(
+            norms, [np.linalg.norm(values)] * len(again)
+        )
         units = [row.flags(live).tolist() for row in (*looks[:2], *looks[3:5])]
         return bool(right) and units == 2 * [[True, False], [True, True]]
     # Whatever is wrong with Triton, its compiler or its cache: statistics can be taken without it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,36 +94,4 @@ class Table:
 
 def _root(squares: NDArray[Any]) -> NDArray[Any]:
     found: NDArray[Any] = np.sqrt(np.where(squares >= 0, squares, np.nan))
-    return found
-
-
-# -- what programs wrote to their slots ---------------------------------------------------------------------------
-
-
-def merged(slots: NDArray[Any], rows: Sequence[Any]) -> NDArray[Any]:
-    """For each row, what its slots amount to: the columns are ``FIELDS``.
-
-    By the parallel formula of Chan et al.; rows lie one behind the other.
-    """
-    starts, numbers = [row.slot for row in rows], [row.slots for row in rows]
-    sizes, pivots, totals, squares, least, greatest, nans, zeros = np.ascontiguousarray(slots.T)
-    # Values that are not finite have no mean or spread, which is said by NaN and Inf and needs no warning.
-    with np.errstate(invalid="ignore", over="ignore"):
-        means = pivots + totals / sizes
-        spreads = np.maximum(squares - totals * (totals / sizes), 0.0)
-        size = np.add.reduceat(sizes, starts)
-        share = sizes / np.repeat(size, numbers)
-        mean = np.add.reduceat(means * share, starts)
-        gaps = means - np.repeat(mean, numbers)
-        variance = np.add.reduceat(spreads / np.repeat(size, numbers) + gaps * gaps * share, starts)
-    bad = np.add.reduceat(nans, starts)
-    low, high = np.minimum.reduceat(least, starts), np.maximum.reduceat(greatest, starts)
-    low[bad > 0] = high[bad > 0] = math.nan
-    found = mean, variance, low, high, size - np.add.reduceat(zeros, starts), bad
-    return np.stack(found, axis=1)
-
-
-def merged_norms(slots: NDArray[Any], rows: Sequence[Any]) -> NDArray[Any]:
-    """The Euclidean norm of each row."""
-    found: NDArray[Any] = np.sqrt(np.add.reduceat(slots, [row.slot for row in rows]))
     return found
