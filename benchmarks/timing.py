@@ -35,14 +35,14 @@ def measure(
 
     Args:
         contestants: what is compared, by name; each is called twice before anything counts.
-        rounds: how often each has its turn; those ten times slower than the fastest have it every fifth time only.
+        rounds: how often each has its turn; those four times slower than the fastest have it every fifth time only.
         repeat: calls in each turn.
         wait: called before and after each turn; on a GPU, its synchronization.
         seconds: stop after about so long, once each has had three turns.
         clock: ``time.process_time`` where everything is computed in this process and others disturb it.
     """
     first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
-    slow = {name for name, took in first.items() if took > 10 * min(first.values())}
+    slow = {name for name, took in first.items() if took > 4 * min(first.values())}
     found: list[dict[str, float]] = []
     names = list(contestants)
     shuffle = random.Random(0)
