@@ -92,7 +92,7 @@ class Bench:
 
 
     def side_stream(self, model: nn.Module, names: list[str], run: Run) -> Run:
-        """Bare hooks that copy on a stream of their own, into memory that is there: no value comes before it is made."""
+        """Bare hooks that copy on a stream of their own, into memory that is there: none comes before it is made."""
         if self.sizes.device != "cuda":
             return run
         side, made, buffers = torch.cuda.Stream(), torch.cuda.Event(), dict[str, Tensor]()

@@ -178,7 +178,7 @@ def test_nothing_is_waited_for_from_one_step_to_the_next() -> None:
                 step()
             torch.cuda.set_sync_debug_mode("default")
         assert [w for w in seen if "called a synchronizing" in str(w.message)] == []
-        assert told == [0, 1, 2, 3, 4]
+        assert told in ([0, 1, 2, 3], [0, 1, 2])  # and the newest that has ended, when it is asked for
         assert [shot.step for shot in w.history] == [0, 1, 2, 3, 4]
     assert told == [0, 1, 2, 3, 4, 5]
 

@@ -29,7 +29,8 @@ def generators(index: Index) -> list[nn.Module]:
     found = _Generators()
     found.near(index.root)
     for held, _, child in index.followed:
-        found.below(held, child)
+        if child._modules or _means(_kind(child)) != _NEITHER:  # most are layers, and hold none
+            found.below(held, child)
     return found.told()
 
 
@@ -77,6 +78,9 @@ class _Generators:
 
 
 # By class, and remembered: this is asked whenever a session opens.
+
+
+_NEITHER = (False, False)
 
 
 @functools.lru_cache(maxsize=512)

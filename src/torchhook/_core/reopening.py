@@ -26,7 +26,7 @@ class Reopening:
         self._taps = taps  # as they were built: they are copied, and nothing passes them
         self._name, self._other_names = recording.model_name, recording.other_names
         self._find_layouts = recording.find_layouts
-        self._generates = bool(generators(index))
+        self._generators = generators(index)
         self._not_called = {str(site): never_ran.NOT_CALLED for site in taps.targets}
         self._told = never_ran.told(self._not_called)
 
@@ -56,11 +56,10 @@ class Reopening:
             self._put(undo, taps)
             return
         undo.append(own.leave)
-        if not self._generates:
+        if self._generators:
+            attachment.attach_all(steps.between(self._generators, taps, recording, own, attachment))
+        else:
             self._put(undo, taps)
-            return
-        for module, tap in steps.around(taps, recording, own, attachment):
-            attachment.attach(tap, module)
 
     @staticmethod
     def _put(undo: Undo, taps: Taps) -> None:

@@ -250,8 +250,7 @@ class Session(Shown):
             for module, boundary in taps.listener.boundaries(self.index):
                 attachment.attach(boundary, module)
         counted = taps if own is None else steps.around(taps, recording, own, attachment)
-        for module, tap in (*counted, *taps.leaving):
-            attachment.attach(tap, module)
+        attachment.attach_all((*counted, *taps.leaving))
         if taps.parameters:
             gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)
             self._followed = {target.site: gradients.follow(target, tap, attachment) for target, tap in taps.parameters}

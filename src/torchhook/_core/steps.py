@@ -319,8 +319,13 @@ def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachmen
     if not (recording.has_sites or any(tap.edits for tap in taps.all())):
         return taps
     modules = generators(taps.index)
-    if not modules:
-        return taps
+    return between(modules, taps, recording, scope, attachment) if modules else taps
+
+
+def between(
+    modules: list[nn.Module], taps: Taps, recording: Recording, scope: Scope, attachment: Attachment
+) -> Iterable[Attached]:
+    """The taps of a session between those that say where a step of ``modules`` begins and ends."""
     steps = Steps(recording, scope)
     attachment.defer(steps.close)
     recording.wait_with(steps.settle)
