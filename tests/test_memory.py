@@ -34,6 +34,13 @@ class Net(nn.Module):
         return self.fc(self.relu(tokens).mean(1))
 
 
+class Writer(Net):
+    """One whose calls may be the steps of a generation, which are counted."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
 def captured(model: nn.Module, x: Tensor) -> Any:
     with th.capture(model, "**") as rec:
         model(x)
@@ -161,13 +168,14 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", [Net, Writer])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_batch_and_model_go_when_they_are_dropped_though_the_result_stays(
-    tool: str, uncollected: None, tmp_path: Path
+    tool: str, kind: type[Net], uncollected: None, tmp_path: Path
 ) -> None:
     run = TOOLS[tool]
     for _ in range(2):  # the first time, torch and others fill caches of their own
-        model, x = Net(), torch.randn(2, 3, 8, 8)
+        model, x = kind(), torch.randn(2, 3, 8, 8)
         parts = [weakref.ref(x), weakref.ref(model), weakref.ref(model.conv.weight)]
         result = run(model, x, tmp_path) if run.__code__.co_argcount == 3 else run(model, x)
         if tool in ("dropped_open", "managed"):
@@ -180,9 +188,10 @@ def test_batch_and_model_go_when_they_are_dropped_though_the_result_stays(
     del result
 
 
+@pytest.mark.parametrize("kind", [Net, Writer])
 @pytest.mark.parametrize("tool", ["captured", "gradients", "operations", "live", "dropped_open", "stopped", "failed"])
-def test_what_was_kept_goes_with_the_recording(tool: str, uncollected: None) -> None:
-    model, x = Net(), torch.randn(2, 3, 8, 8)
+def test_what_was_kept_goes_with_the_recording(tool: str, kind: type[Net], uncollected: None) -> None:
+    model, x = kind(), torch.randn(2, 3, 8, 8)
     for _ in range(2):
         result = TOOLS[tool](model, x)
         rec = result[1] if isinstance(result, tuple) else getattr(result, "recording", result)

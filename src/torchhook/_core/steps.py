@@ -127,7 +127,8 @@ class Steps:
     """Counts the calls of a session's model, and tells its recording."""
 
     def __init__(self, recording: Recording, scope: Scope) -> None:
-        self._passes, self._order, self._trim = recording.passes, recording.order, recording.trim_passes
+        self._passes, self._order = recording.passes, recording.order
+        self._recording = ref(recording)  # it asks this before it is read, and must go when it is dropped
         self._scope = scope
         self._running: tuple[nn.Module, Pass] | None = None
         self._trail = _Trail()
@@ -164,7 +165,8 @@ class Steps:
         others = self._others
         self._passes.add(now, keep=bool(others) and any(other.before is self._passes.latest for other in others))
         if len(self._passes) > self._trim_at:
-            self._trim()
+            if (recording := self._recording()) is not None:
+                recording.trim_passes()
             self._trim_at = 2 * len(self._passes) + 1024
         self._running = module, now
         enter(now)
