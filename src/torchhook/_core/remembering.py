@@ -107,7 +107,12 @@ def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Way
     else:
         yield functools.partial(_is_reassigned, module, held), functools.partial(_reassign, module, held)
     for value in held.values():
-        yield from _into(value, seen, graphs)
+        if type(value) not in _PLAIN:  # as most are
+            yield from _into(value, seen, graphs)
+
+
+_PLAIN = frozenset({bool, int, float, str, tuple, type(None)})
+"""Nothing can be written into these."""
 
 
 def _detached(value: Any) -> Any:
