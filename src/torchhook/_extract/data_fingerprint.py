@@ -39,14 +39,19 @@ _NO_SETTINGS = frozenset({"root", "ids", "labels", "classes", "guessed"})
 @contextlib.contextmanager
 def begun(source: Source, ids: Any, labels: Any, lengths: Any) -> Iterator[Callable[[], dict[str, Any]]]:
     """``of_data``, for who has other work until it is needed: data in memory is summed up beside that."""
-    # Whatever has code of its own is read in its turn, by the thread that reads the batches, too.
-    if isinstance(source, Stream) or source.memory is None:
+    # Whatever has code of its own is read in its turn, by the thread that reads the batches; what lies on a GPU, on the
+    # stream of that thread.
+    if isinstance(source, Stream) or source.memory is None or not all(map(_on_host, source.memory.parts)):
         yield lambda: of_data(source, ids, labels, lengths)
         return
     with ThreadPoolExecutor(1, "data") as beside:
         found = beside.submit(of_data, source, ids, labels, lengths)
         beside.shutdown(wait=False)  # there is nothing else for it to do
         yield found.result
+
+
+def _on_host(part: Tensor | np.ndarray) -> bool:
+    return isinstance(part, np.ndarray) or part.device.type == "cpu"
 
 
 def of_data(source: Source, ids: Any, labels: Any, lengths: Any) -> dict[str, Any]:
