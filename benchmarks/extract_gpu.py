@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._extract import job, task, writer
+from torchhook._extract import identity, job, task, writer
 from torchhook._extract.api import extract
 from torchhook._features import direct_io, shards, store
 from torchhook._recording.tables import Table
@@ -153,8 +153,8 @@ class Clock:
 
 STEPS = (
     (job, "measure", "call: first batch"),
-    (job, "of_data", "call: fingerprint of the data"),
-    (job.fingerprint, "of_model", "call: fingerprint of the model"),
+    (job.data_fingerprint, "of_data", "beside: fingerprint of the data"),
+    (identity.fingerprint, "of_tensors", "call: fingerprint of the model"),
     (job, "_code", "call: fingerprint of the code"),
     (job, "_run", "call: the run"),
     (job, "finish", "call: finish"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchhook as th
 from tests import models
@@ -78,6 +79,57 @@ def test_buffers_that_moved_or_were_replaced_come_back_the_same_objects() -> Non
         model(torch.randn(4, 3))
     after = dict(model.named_buffers())
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
+
+
+@pytest.mark.parametrize("changes", [(), ("one",), ("two", "many", "halves", "flag")])
+def test_only_buffers_whose_bits_have_changed_are_written_to(changes: tuple[str, ...]) -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    held = {
+        "one": torch.zeros(3),
+        "two": nan.clone(),
+        "turned": torch.randn(2, 3).t(),
+        "many": torch.zeros(100_000),
+        "halves": torch.zeros(4, dtype=torch.bfloat16),
+        "count": torch.tensor(5),
+        "flag": torch.tensor([True, False]),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "nothing": torch.zeros(0),
+    }
+    model = nn.Module()
+    for name, buffer in held.items():
+        model.register_buffer(name, buffer)
+    before = {name: buffer.clone() for name, buffer in held.items()}
+    versions = {name: buffer._version for name, buffer in held.items()}
+    with undisturbed(model):
+        for name in changes:
+            held[name].fill_(1)
+    for name, buffer in model.named_buffers():
+        assert buffer is held[name]
+        torch.testing.assert_close(buffer, before[name], rtol=0, atol=0, equal_nan=True)
+        # Once by the run, once to undo it; a graph may hold what has not changed.
+        assert buffer._version == versions[name] + 2 * (name in changes)
+
+
+class Questions(TorchDispatchMode):
+    """Counts what a GPU would be waited for: single numbers that are read, and whole tensors that are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked += func in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_buffers_that_have_not_changed_are_asked_for_once_in_all() -> None:
+    found = []
+    for layers in (2, 50):
+        model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers))).eval()
+        with Questions() as questions, undisturbed(model):
+            model(torch.randn(4, 3))
+        found.append(questions.asked)
+    assert found == [1, 1]
 
 
 class Caches(nn.Module):

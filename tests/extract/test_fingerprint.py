@@ -65,6 +65,51 @@ def test_blocks_that_are_summed_together_give_the_same_as_one_by_one():
     assert np.array_equal(fingerprint._sums(flat), fingerprint._sums(of_device))
 
 
+class Mixed(nn.Module):
+    """Tensors of many lengths and kinds: small ones alike and not, some longer than a block, empty, odd, unreadable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(3, 5, bias=False), nn.Linear(700, 900)]
+        self.rows = nn.ModuleList(rows)
+        held = {
+            "empty": torch.zeros(0),
+            "odd": torch.randn(7).to(torch.float16),
+            "odd_too": torch.randn(7).to(torch.bfloat16),
+            "complex": torch.randn(6, dtype=torch.complex64),
+            "flags": torch.rand(13) > 0.5,
+            "shifted": torch.randn(9)[1:],
+            "turned": torch.randn(4, 6).t(),
+            "nowhere": torch.empty(5, device="meta"),
+            "nowhere_long": torch.empty(400_000, device="meta"),
+        }
+        for name, value in held.items():
+            self.register_buffer(name, value)
+
+
+@pytest.mark.parametrize("together", [1 << 23, 20])
+def test_many_tensors_on_a_device_have_the_fingerprint_that_each_has_alone(monkeypatch, together):
+    model = Mixed()
+    expected = fingerprint.of_tensors(model)
+    assert expected[1]["nowhere"] == "unread"
+    assert all(expected[1][name] == contents(tensor)[:8] for name, tensor in model.state_dict().items())
+    monkeypatch.setattr(fingerprint, "_on_host", lambda flat: False)  # as if it were elsewhere
+    monkeypatch.setattr(fingerprint, "_TOGETHER", together)
+    assert fingerprint.of_tensors(model) == expected
+
+
+def test_where_a_device_lacks_memory_for_many_tensors_each_is_summed_alone(monkeypatch):
+    model = Mixed()
+    expected = fingerprint.of_tensors(model)
+    monkeypatch.setattr(fingerprint, "_on_host", lambda flat: False)
+
+    def fail(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fingerprint.torch, "stack", fail)
+    assert fingerprint.of_tensors(model) == expected
+
+
 def scale(value, by=2):
     return value * by
 

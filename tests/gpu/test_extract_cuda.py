@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from tests.models import Nasty
 from torchhook import transforms
+from torchhook._core.calling import undisturbed
 from torchhook._extract import task
 from torchhook._extract.api import extract
 from torchhook._extract.batches import Batch
-from torchhook._extract.fingerprint import contents, of_model
+from torchhook._extract.fingerprint import contents, of_model, of_tensors
 from torchhook._features.api import open_features
 
 try:
@@ -143,3 +144,32 @@ def test_no_batch_waits_for_the_device() -> None:
     finally:
         task._Run._batch = batch  # type: ignore[method-assign]
     assert len(seen) == 32
+
+
+def _many() -> nn.Module:
+    """Tensors that are summed together, alone and in blocks, of several dtypes."""
+    model = nn.Sequential(*(nn.BatchNorm1d(8) for _ in range(40)), nn.Linear(700, 900), nn.Linear(3, 5, bias=False))
+    for name, dtype in {"a": torch.complex64, "b": torch.bfloat16, "c": torch.bool, "d": torch.float16}.items():
+        model.register_buffer(name, torch.randn(7).to(dtype))
+    model.register_buffer("nan", torch.tensor([1.0, float("nan")]))
+    return model
+
+
+def test_the_tensors_of_a_model_have_the_digests_of_the_host() -> None:
+    torch.manual_seed(0)
+    model = _many()
+    expected = of_tensors(model)
+    assert of_tensors(model.cuda()) == expected
+
+
+def test_buffers_on_a_device_come_back_and_those_that_have_not_changed_are_not_written_to() -> None:
+    model = _many().cuda()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
+    for changed in ((), ("3.running_mean", "d")):
+        with undisturbed(model):
+            for name in changed:
+                model.get_buffer(name).fill_(1)
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(buffer, before[name], rtol=0, atol=0, equal_nan=True)
+            assert buffer._version == versions[name] + 2 * (name in changed), name

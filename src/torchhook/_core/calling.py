@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import os
 import random
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from torchhook import _torch
 from torchhook._core.hooks import AtEnd, Turn
 from torchhook._core.index import walk
+from torchhook._core.remembering import put_back, remembered
 from torchhook._values import tree
-from torchhook._values.elements import UNREADABLE, is_alike
 from torchhook._values.tree import Inputs
 
 
@@ -168,8 +164,7 @@ class SetAside:
 
     def restore(self) -> None:
         """Put everything back, so that another run can start from the same state."""
-        for one in self._kept:
-            one.put_back()
+        put_back(self._kept)
         self.clear_gradients()
 
     def give_back(self) -> None:
@@ -213,183 +208,3 @@ def undisturbed(*models: nn.Module, only: Collection[int] | None = None) -> Iter
 def all_modules(*models: nn.Module) -> list[nn.Module]:
     """Every module of the models once, without what wraps them."""
     return list({id(module): module for model in models for _, module in walk(model)}.values())
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set"}
-
-
-class Remembered(NamedTuple):
-    """Something of a module that a forward pass may change."""
-
-    module: nn.Module
-    has_changed: Callable[[], bool]
-    put_back: Callable[[], None]
-    tensor: Tensor | None = None
-    copy: Tensor | None = None
-    """Of a tensor, whose contents are put back."""
-
-
-def remembered(modules: Iterable[nn.Module], graphs: bool = True) -> list[Remembered]:
-    """The buffers and plain attributes of modules as they are now; without ``graphs``, detached from theirs.
-
-    What goes with a graph must hold no other: a model that keeps its last output would keep all of them.
-    """
-    seen: set[int] = set()
-    return [Remembered(module, *ways) for module in modules for ways in _ways_back(module, seen, graphs)]
-
-
-_Ways = tuple[Any, ...]
-"""What tells whether something has changed, what puts it back, and the tensor that it is."""
-
-
-@contextlib.contextmanager
-def rewound(kept: Iterable[Remembered], modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules as they were remembered, for a run that nobody may notice, in a block of ``undisturbed``.
-
-    There are stand-ins for their tensors: copies of what the run may write to, because a graph may hold the tensors,
-    and others with the same memory for the parameters, because hooks and gradients are on these.
-    """
-    modules, copies, parameters = list(modules), dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
-    for one in kept:
-        if one.tensor is None or one.copy is None:
-            one.put_back()
-        else:
-            copies[id(one.tensor)] = one.copy.clone()
-    for parameter in (p for module in modules for p in module._parameters.values()):
-        # A subclass may be more than its numbers, and a lazy one has none.
-        if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
-            parameters[id(parameter)] = parameter, nn.Parameter(parameter.detach(), parameter.requires_grad)
-    back = {id(stand_in): parameter for parameter, stand_in in parameters.values()}
-    end = AtEnd(lambda: _substitute(modules, back))
-    try:
-        _substitute(modules, copies | {key: stand_in for key, (_, stand_in) in parameters.items()})
-        yield
-    finally:
-        end()
-
-
-def _substitute(modules: Iterable[nn.Module], stand_ins: Mapping[int, Tensor]) -> None:
-    """Put other tensors, by the ids of those that are there, into modules and the lists and dicts that they hold."""
-    for own in map(vars, modules):
-        holders: list[Any] = [own, *(value for value in own.values() if isinstance(value, (list, dict, deque)))]
-        for held in holders:
-            for key in range(len(held)) if isinstance(held, (list, deque)) else list(held):
-                if id(held[key]) in stand_ins:
-                    held[key] = stand_ins[id(held[key])]
-
-
-def _ways_back(module: nn.Module, seen: set[int], graphs: bool) -> Iterator[_Ways]:
-    if isinstance(module, torch.jit.ScriptModule):  # it holds its attributes elsewhere
-        for buffer in module.buffers(recurse=False):
-            yield from _into(buffer, seen, graphs)
-        return
-    held = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    if not graphs:
-        held = {name: _detached(value) for name, value in held.items()}
-    if any(t is not None and is_lazy(t) for t in (*module._parameters.values(), *module._buffers.values())):
-        held = {"_buffers": module._buffers}  # its first run makes it another module, and that is meant to stay
-    else:
-        yield functools.partial(_is_reassigned, module, held), functools.partial(_reassign, module, held)
-    for value in held.values():
-        yield from _into(value, seen, graphs)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
-
-
-def _is_reassigned(module: nn.Module, held: dict[str, Any]) -> bool:
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    return own.keys() != held.keys() or any(own[name] is not value for name, value in held.items())
-
-
-def _reassign(module: nn.Module, held: dict[str, Any]) -> None:
-    own = vars(module)
-    for name in [name for name in own if name not in held and name not in _OF_EVERY_MODULE]:
-        del own[name]
-    own.update(held)
-
-
-def _as_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A subclass may refuse whatever it was not made for, as the causal bias of torch 2.6 does: it is not asked."""
-
-    @functools.wraps(function)
-    def unasked(*args: Any) -> Any:
-        with _torch.unheard():
-            return function(*args)
-
-    return unasked
-
-
-def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
-    """What tells of and puts back the contents of a value, where it is a tensor or a container."""
-    if id(value) in seen:
-        return
-    if isinstance(value, Tensor):
-        copy = _copy(value)
-        if copy is not None:
-            seen.add(id(value))
-            yield functools.partial(_differs, value, copy), functools.partial(_refill, value, copy), value, copy
-    elif isinstance(value, (list, deque, set, dict)):
-        seen.add(id(value))
-        kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
-        items = kind(value) if graphs else _detached_items(value, kind)
-        yield lambda: _ids(value) != _ids(items), functools.partial(_replace_items, value, kind, items)
-        for part in list(value.values() if isinstance(value, dict) else value):
-            if graphs or _detached(part) is part:
-                yield from _into(part, seen, graphs)
-
-
-def _detached_items(value: Any, kind: Any) -> Any:
-    if kind is dict:
-        return {key: _detached(part) for key, part in value.items()}
-    return kind(map(_detached, value))
-
-
-def _replace_items(container: Any, kind: Any, items: Any) -> None:
-    if _ids(container) != _ids(items):
-        kind.clear(container)
-        (kind.extend if kind in (list, deque) else kind.update)(container, items)
-
-
-def _ids(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    return [id(part) for part in container]
-
-
-@torch.no_grad()
-@_as_plain
-def _refill(tensor: Tensor, copy: Tensor) -> None:
-    if not is_alike(tensor, copy):
-        tensor.data = copy.clone()
-    elif not _is_equal(tensor, copy):  # a graph may hold it, and does not go with what is written to once more
-        tensor.copy_(copy)
-
-
-@torch.no_grad()
-@_as_plain
-def _differs(tensor: Tensor, copy: Tensor) -> bool:
-    return not (is_alike(tensor, copy) and _is_equal(tensor, copy))
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Also in its NaNs. Versions do not tell: batch norm writes to its statistics without raising them."""
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    try:
-        return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    except UNREADABLE:  # numbers that torch stores and does not compare
-        return False
-
-
-@_as_plain
-def _copy(tensor: Tensor) -> Tensor | None:
-    """A copy of what a forward pass may write to; a parameter is for the optimizer alone."""
-    if isinstance(tensor, (nn.Parameter, nn.parameter.UninitializedBuffer)):
-        return None
-    plain = tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type != "meta"
-    empty = plain and tensor.numel() and not tensor.untyped_storage().nbytes()  # sharded: its memory is elsewhere now
-    return tensor.detach().clone() if plain and not empty else None

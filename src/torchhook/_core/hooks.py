@@ -148,8 +148,9 @@ def surely(undo: Callable[[], object]) -> None:
     """Undo something to the end, though an interrupt may come between any two lines: ``undo`` may be called twice."""
     try:
         undo()
-    finally:
+    except BaseException:  # an interrupt, say: finish first, then let it pass
         undo()
+        raise
 
 
 class AtEnd:

@@ -6,10 +6,10 @@ A stream cannot be read ahead: its shards remember the batches that they begin w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,24 @@ _SMALL = 4 << 20  # bytes that are summed up before threads have started
 _NO_SETTINGS = frozenset({"root", "ids", "labels", "classes", "guessed"})
 
 
+@contextlib.contextmanager
+def begun(source: Source, ids: Any, labels: Any, lengths: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+    """``of_data``, for who has other work until it is needed: data in memory is summed up beside that."""
+    # Whatever has code of its own is read in its turn, by the thread that reads the batches; what lies on a GPU, on the
+    # stream of that thread.
+    if isinstance(source, Stream) or source.memory is None or not all(map(_on_host, source.memory.parts)):
+        yield lambda: of_data(source, ids, labels, lengths)
+        return
+    with ThreadPoolExecutor(1, "data") as beside:
+        found = beside.submit(of_data, source, ids, labels, lengths)
+        beside.shutdown(wait=False)  # there is nothing else for it to do
+        yield found.result
+
+
+def _on_host(part: Tensor | np.ndarray) -> bool:
+    return isinstance(part, np.ndarray) or part.device.type == "cpu"
+
+
 def of_data(source: Source, ids: Any, labels: Any, lengths: Any) -> dict[str, Any]:
     """Facts about the rows of a source, of which only JSON's own types are made."""
     found: dict[str, Any] = {**_parts("ids", ids), **_parts("labels", labels)}
@@ -52,7 +70,9 @@ def of_data(source: Source, ids: Any, labels: Any, lengths: Any) -> dict[str, An
         inner = _rows_text(dataset.indices, _length(dataset.dataset), "all")
         found["subset"] = f"{found['subset']} of {inner}" if found["subset"] else inner
         dataset = dataset.dataset
-    return {**found, **_files(dataset), **_contents(dataset), **_preparation(dataset), **_rows(source)}
+    found |= {**_files(dataset), **_preparation(dataset)}
+    with _threads(dataset) as each:
+        return {**found, **_contents(dataset, each), **_rows(source, each)}
 
 
 def _length(dataset: Any) -> int:
@@ -87,15 +107,16 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (Tensor, np.ndarray, np.generic)) else value
 
 
-def _spans(rows: int, of: Callable[[int, int], str | None], threads: int = 1) -> dict[str, str | None]:
+Each = Callable[..., Iterator[Any]]
+"""As ``map``, or the one of a pool of threads."""
+
+
+def _spans(rows: int, of: Callable[[int, int], str | None], each: Each = map) -> dict[str, str | None]:
     """A digest for each of a few runs of rows, so that a difference can be named."""
     size = max(1, -(-rows // ROWS))
     cuts = [(low, min(low + size, rows)) for low in range(0, rows, size)]
     names = [f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in cuts]
-    if threads == 1:
-        return dict(zip(names, itertools.starmap(of, cuts), strict=True))
-    with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(names, pool.map(of, *zip(*cuts, strict=True)), strict=True))
+    return dict(zip(names, each(lambda cut: of(*cut), cuts), strict=True))
 
 
 # -- files ------------------------------------------------------------------------------------------------
@@ -168,22 +189,36 @@ def _listed(value: Any) -> Any:
 # -- rows -------------------------------------------------------------------------------------------------
 
 
-def _contents(dataset: Any) -> dict[str, Any]:
-    """Digests of data that lies in memory."""
+def _arrays(dataset: Any) -> Sequence[Any] | None:
+    """What data in memory is made of, where that is tensors and arrays."""
     held = dataset.tensors if type(dataset) in (TensorDataset, Columns) else (dataset,)
-    arrays = all(isinstance(one, (Tensor, np.ndarray)) and not _on_disk(one) for one in held)
-    if arrays:
-        nbytes = sum(one.nbytes for one in held)
+    return held if all(isinstance(one, (Tensor, np.ndarray)) and not _on_disk(one) for one in held) else None
+
+
+@contextlib.contextmanager
+def _threads(dataset: Any) -> Iterator[Each]:
+    """How many sums are taken: to sum up bytes lets other threads run, to walk through objects does not."""
+    held = _arrays(dataset)
+    if held is None or sum(one.nbytes for one in held) <= _SMALL:
+        yield map
+        return
+    with ThreadPoolExecutor(min(ROWS, os.cpu_count() or 1)) as pool:
+        yield pool.map
+
+
+def _contents(dataset: Any, each: Each) -> dict[str, Any]:
+    """Digests of data that lies in memory."""
+    held = _arrays(dataset)
+    if held is not None:
+        nbytes, rows = sum(one.nbytes for one in held), min(map(len, held))
     elif type(dataset) in (list, tuple):
-        nbytes = len(dataset) * fingerprint.nbytes_of(dataset[0]) if dataset else 0
+        held = (dataset,)
+        nbytes, rows = (len(dataset) * fingerprint.nbytes_of(dataset[0]) if dataset else 0), len(dataset)
     else:
         return {}
     step = max(1, -(-nbytes // WHOLE))
-    rows = min(map(len, held)) if arrays else len(dataset)
-    # The model waits for this. To sum up bytes lets other threads run; to walk through objects does not.
-    threads = min(ROWS, os.cpu_count() or 1) if arrays and nbytes > _SMALL else 1
     return {
-        "contents": _spans(rows, lambda low, high: fingerprint.of_batch([one[low:high:step] for one in held]), threads)
+        "contents": _spans(rows, lambda low, high: fingerprint.of_batch([one[low:high:step] for one in held]), each)
     }
 
 
@@ -195,10 +230,15 @@ def _on_disk(array: Any) -> bool:
     return False
 
 
-def _rows(source: Any) -> dict[str, Any]:
+def _rows(source: Any, each: Each) -> dict[str, Any]:
     """Digests of a few rows, as the data set gives them; some are read twice."""
+    rows = sorted({round(i * (source.rows - 1) / (ROWS - 1)) for i in range(ROWS)}) if source.rows else []
+    if source.memory is not None:  # and is the same each time
+        return {
+            "rows": dict(zip(map(str, rows), each(lambda row: _row(source, row), rows), strict=True)),
+            "repeats": True,
+        }
     with random_numbers_kept():
-        rows = sorted({round(i * (source.rows - 1) / (ROWS - 1)) for i in range(ROWS)}) if source.rows else []
         found = {str(row): _row(source, row) for row in rows}
         # Several: of two, a coin that decides whether an image is flipped would often leave both as they were.
         repeats = all(_row(source, row) in (None, found[str(row)]) for row in rows[::2])

@@ -21,6 +21,7 @@ from torchhook._values.subclasses import is_distributed, local
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 17  # a block and its products stay in the cache
 _AT_ONCE = 64  # so many on a GPU, with 64 MiB of products
+_TOGETHER = _AT_ONCE * _BLOCK  # items of small tensors that wait for each other
 _CPU = torch.device("cpu")
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies, in its repr: another place in each process."""
@@ -41,50 +42,131 @@ def of_tensors(model: nn.Module) -> tuple[str, dict[str, str]]:
     digest, tensors = hashlib.sha256(), {}
     for name, module in index.modules.items():
         digest.update(f"{name} {type(module).__qualname__} {ADDRESS.sub('', module.extra_repr())}".encode())
+    together = _Together()
+    found: dict[str, str] = {}
     for name, (module, own) in index.tensors.items():
         with read(module, own) as tensor:
             if isinstance(tensor, Tensor):
-                numbers = contents(tensor)
-                tensors[name] = numbers[:8]
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {numbers}".encode())
+                found[name] = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+                together.add(name, tensor)
+    texts = together.texts()
+    for name, about in found.items():
+        tensors[name] = texts[name][:8]
+        digest.update(f"{about} {texts[name]}".encode())
     return f"{type(index.modules['']).__name__} {len(tensors)} tensors {digest.hexdigest()[:12]}", tensors
+
+
+_UNREAD = (RuntimeError, NotImplementedError, TypeError, KeyError)
+"""What meta, quantized and exotic tensors raise: shape and dtype have to do."""
 
 
 @torch.no_grad()
 def contents(tensor: Tensor) -> str:
     """Sums of all items, read as integers and weighted by their places: exact on every device and in any order."""
     try:
-        # Else all models of one shape whose weights are torchao's would pass for the same.
-        plain = tensor if is_distributed(tensor) else local(tensor)
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        flat = plain.detach().contiguous().reshape(-1)
-        # A view as wide integers must begin at one.
-        if flat.storage_offset() * flat.element_size() % 8:
-            flat = flat.clone()
-        # Wide items are summed several times faster.
-        flat = flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.nbytes else _AS_INTEGERS[flat.element_size()])
-        return hashlib.sha256(_sums(flat).tobytes()).hexdigest()[:16]
-    except (RuntimeError, NotImplementedError, TypeError, KeyError):
-        return "unread"  # meta, quantized and exotic tensors: shape and dtype have to do
+        return _text(_sums(_integers(tensor)))
+    except _UNREAD:
+        return "unread"
+
+
+def _text(sums: np.ndarray) -> str:
+    return hashlib.sha256(sums.tobytes()).hexdigest()[:16]
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The items of a tensor in one row, as integers."""
+    # Else all models of one shape whose weights are torchao's would pass for the same.
+    plain = tensor if is_distributed(tensor) else local(tensor)
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    flat = plain.detach().contiguous().reshape(-1)
+    # A view as wide integers must begin at one.
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    # Wide items are summed several times faster.
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.nbytes else _AS_INTEGERS[flat.element_size()])
 
 
 def _sums(flat: Tensor) -> np.ndarray:
     """The sum of each block, weighted, modulo 2**64; of no items it is zero."""
     if not len(flat):
         return np.zeros(1, np.int64)
-    if type(flat) is Tensor and flat.device.type == "cpu":
+    if _on_host(flat):
         # By numpy, in one pass: torch multiplies whole numbers into memory first, and takes nine times as long.
         # FSDP frees what it gathered, which it cannot any more once numpy has had the memory.
         items, factors = (flat.clone() if sharded.are_ranks() else flat).numpy(), _weights().numpy()
         blocks = (items[low : low + _BLOCK].astype(np.int64, copy=False) for low in range(0, len(items), _BLOCK))
         return np.array([np.dot(block, factors[: len(block)]) for block in blocks])
+    return _sums_there(flat).cpu().numpy()
+
+
+def _on_host(flat: Tensor) -> bool:
+    return type(flat) is Tensor and flat.device.type == "cpu"
+
+
+def _sums_there(flat: Tensor) -> Tensor:
+    """The same on the device of the items, which may still be at it."""
     weights = _weights(flat.device)
     whole = len(flat) // _BLOCK * _BLOCK if type(flat) is Tensor else 0
     # Many blocks at once: it is the number of launches that takes time.
     groups = flat[:whole].view(-1, _BLOCK).split(_AT_ONCE) if whole else ()
     sums = [(group * weights).sum(1) for group in groups]
     sums += [(block * weights[: len(block)]).sum()[None] for block in flat[whole:].split(_BLOCK) if len(block)]
-    return torch.cat(sums).cpu().numpy()
+    return torch.cat(sums)
+
+
+class _Together:
+    """The contents of many tensors; those on a GPU are read there all at once, since every answer is waited for."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._waiting: dict[Any, list[tuple[str, Tensor]]] = {}
+        self._items = 0  # that wait: their memory may be held by nobody else
+        self._taken: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A tensor, which may lose its numbers afterwards: what is offloaded is there only now."""
+        try:
+            flat = _integers(tensor)
+            if type(flat) is not Tensor or not len(flat) or _on_host(flat):
+                self._texts[name] = _text(_sums(flat))
+            elif len(flat) > _BLOCK:
+                self._taken.setdefault(flat.device, []).append(([name], _sums_there(flat)))
+            else:
+                # Those of one length are summed as rows of one tensor: it is the number of launches that takes time.
+                self._waiting.setdefault((flat.device, flat.dtype, len(flat)), []).append((name, flat))
+                self._items += len(flat)
+        except _UNREAD:
+            self._texts[name] = "unread"
+        if self._items > _TOGETHER:
+            self._take()
+
+    @torch.no_grad()
+    def texts(self) -> dict[str, str]:
+        """By the names of the tensors."""
+        self._take()
+        for taken in self._taken.values():
+            try:
+                numbers = torch.cat([sums for _, sums in taken]).cpu().numpy()
+            except _UNREAD:
+                self._texts |= {name: "unread" for names, _ in taken for name in names}
+                continue
+            for names, sums in taken:
+                each = np.split(numbers[: len(sums)], len(names))
+                self._texts |= dict(zip(names, map(_text, each), strict=True))
+                numbers = numbers[len(sums) :]
+        return self._texts
+
+    def _take(self) -> None:
+        for (device, _, length), held in self._waiting.items():
+            names, rows = [name for name, _ in held], [flat for _, flat in held]
+            try:
+                sums = (torch.stack(rows) * _weights(device)[:length]).sum(1)
+                self._taken.setdefault(device, []).append((names, sums))
+            except _UNREAD:  # too little memory for all of them, say
+                self._texts |= {name: contents(flat) for name, flat in held}
+        self._waiting.clear()
+        self._items = 0
 
 
 @functools.cache

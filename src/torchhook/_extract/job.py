@@ -11,20 +11,20 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from torchhook._core.per_site import Transforms
 from torchhook._core.select import Selector
-from torchhook._extract import completion, engines, fingerprint, first_stored, model_code, skips, sources
-from torchhook._extract.data_fingerprint import of_data
+from torchhook._extract import completion, data_fingerprint, engines, first_stored, model_code, skips, sources
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward
 from torchhook._extract.function_fingerprint import of_function
+from torchhook._extract.identity import Identity
 from torchhook._extract.image_folder import opened
 from torchhook._extract.inputs import Part, is_table
 from torchhook._extract.progress import Progress
@@ -34,7 +34,9 @@ from torchhook._extract.special_tokens import Drop, special_ids, without
 from torchhook._extract.task import Task
 from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import DataWarning, ExtractError, require, warn
+from torchhook.errors import ExtractError, require
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,10 +168,15 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
         found = None if before is None else store.contents(before)
         at = at if source.rows is not None and at < source.rows and not (turns is None and found and found.sizes) else 0
         timed = request.any_cut and before is None
+        data = data_fingerprint.begun(source, ids, request.labels, request.lengths)
         code = _code(request, forward)
-        measured = measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed)
+        measured, told = _beside(
+            device,
+            lambda: measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed),
+            lambda: stack.enter_context(data),
+        )
         code = model_code.steady(code, _code(request, forward))  # as long as it shows what the run has changed
-    identity = Identity(code, of_data(source, ids, request.labels, request.lengths), device.type)
+    identity = Identity.of(request.model, code, told, device)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
@@ -257,6 +264,13 @@ def _source(request: Request, pin: bool) -> Source:
     return source
 
 
+def _beside(device: torch.device, first: Callable[[], Measure], begin: Callable[[], T]) -> tuple[Measure, T]:
+    """Run the first batch, and begin something that takes cores for a while: before it, if a GPU leaves them free."""
+    begun = begin() if device.type == "cuda" else None
+    measured = first()  # its time is measured
+    return measured, begin() if begun is None else begun
+
+
 def _code(request: Request, forward: Forward) -> dict[str, str]:
     functions = {
         "transform": forward.transform,
@@ -264,23 +278,6 @@ def _code(request: Request, forward: Forward) -> dict[str, str]:
         "lengths": None if is_table(request.lengths) else request.lengths,
     }
     return model_code.facts(forward.index, functions)
-
-
-class Identity(NamedTuple):
-    """What is known of the code and of the data, beside the numbers of the model."""
-
-    code: dict[str, str]
-    data: dict[str, Any]
-    device: str
-
-    def warn(self) -> None:
-        if not self.data.get("repeats", True):
-            warn(
-                "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
-                "time (random augmentation?). The features are stored as they come; that a resumed run "
-                "has the same data, and the same model, cannot be checked.",
-                DataWarning,
-            )
 
 
 def _manifest(
@@ -296,13 +293,12 @@ def _manifest(
     if rows_per_shard is None and before is not None and request.shard_bytes is None:
         # Else another batch size, or a first batch of longer rows, would cut other shards and be refused.
         rows_per_shard = before.rows_per_shard
-    model, tensors = fingerprint.of_tensors(request.model)
     return Manifest(
         columns=measured.columns,
         rows=source.rows,
         rows_per_shard=rows_per_shard or measured.rows_per_shard(request.shard_bytes, source, _ranks(request)),
         sites=tuple(forward.sites),
-        model=model,
+        model=identity.model,
         transform=of_function(forward.transform, values=False),
         input_fn=of_function(request.input_fn, values=False),
         lengths=("one for each row" if is_table(request.lengths) else of_function(request.lengths, values=False))
@@ -318,7 +314,7 @@ def _manifest(
             "device": identity.device,
             "begun": int(time.time()),
             "versions": versions(),
-            "tensors": tensors,
+            "tensors": identity.tensors,
             "heads_first": forward.heads_first(measured.columns),
             **sources.told(source, request.labels is None),
         },

@@ -88,25 +88,31 @@ class Task:
 
         wanted = todo if callable(todo) else set(todo).__contains__
         spans = [] if callable(todo) else [self.manifest.span(shard) for shard in todo]
-        with evaluating_on(self.forward.model, self.device) as device:
-            writer = Writer(
-                self.store,
-                self.manifest,
-                pin=device.type == "cuda",
-                slabs=SLABS,
-                skip=self.skip,
-                check_nan=self.check_nan,
-                narrow=self._narrow(),
-                skips=self.skips,
-                done=committed,
-            )
-            try:
+        writer = None
+        try:
+            with evaluating_on(self.forward.model, self.device) as device:
+                writer = self._writer(device, committed)
                 end = _Run(self, device, writer, wanted).over(spans, passed)
-            except BaseException as error:
+        except BaseException as error:
+            if writer is not None:
                 _finish(writer, error)
-                raise
-            writer.close()
+            raise
+        # The model is given back while the last shards are written.
+        writer.close()
         return end
+
+    def _writer(self, device: torch.device, committed: Callable[[Done], None]) -> Writer:
+        return Writer(
+            self.store,
+            self.manifest,
+            pin=device.type == "cuda",
+            slabs=SLABS,
+            skip=self.skip,
+            check_nan=self.check_nan,
+            narrow=self._narrow(),
+            skips=self.skips,
+            done=committed,
+        )
 
     def _narrow(self) -> list[str]:
         """The columns whose numbers were cast to a type that may be too small for them."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from torchhook import _torch
-from torchhook._core import calling
-from torchhook._core.calling import Remembered
+from torchhook._core import calling, remembering
+from torchhook._core.remembering import Remembered
 from torchhook._core.wiring import opened
 from torchhook._values import tree
 from torchhook._values.elements import UNREADABLE
@@ -110,7 +110,7 @@ class Run:
     @contextlib.contextmanager
     def rewound(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """The modules and the random numbers as they were when it began."""
-        with calling.rewound(self.state, modules):
+        with remembering.rewound(self.state, modules):
             self._random()
             yield
 
@@ -174,7 +174,7 @@ class Memory:
 
         run = Run(number, module, tree.map_tensors(take, inputs), calls)
         run.given = given
-        run.state = calling.remembered(self._small if learns else self._changing.values(), graphs=False)
+        run.state = remembering.remembered(self._small if learns else self._changing.values(), graphs=False)
         run.large = [(tensor, _version(tensor)) for tensor in self._large]
         for taps in list(opened.values()):
             if taps.listener is not self._owner:

@@ -1,0 +1,40 @@
+"""What a run is of: the numbers of the model, its code, and the data. A store of anything else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchhook._extract import fingerprint
+from torchhook.errors import DataWarning, warn
+
+
+class Identity(NamedTuple):
+    """Texts and digests; what they say is compared with what a store says."""
+
+    model: str
+    tensors: dict[str, str]
+    """A digest of each parameter and buffer."""
+    code: dict[str, str]
+    data: dict[str, Any]
+    device: str
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, code: dict[str, str], data: Callable[[], dict[str, Any]], device: torch.device
+    ) -> Identity:
+        """``data`` tells of the data, which others may be looking at meanwhile: it is asked last."""
+        name, tensors = fingerprint.of_tensors(model)
+        return cls(name, tensors, code, data(), device.type)
+
+    def warn(self) -> None:
+        if not self.data.get("repeats", True):
+            warn(
+                "row 0 or one of the other rows that were read twice was not the same: the data is another one each "
+                "time (random augmentation?). The features are stored as they come; that a resumed run "
+                "has the same data, and the same model, cannot be checked.",
+                DataWarning,
+            )
