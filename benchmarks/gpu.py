@@ -391,7 +391,7 @@ def early_stop(bench: Bench) -> Iterator[Row]:
 
 
 def avgpool_to_disk(bench: Bench) -> Iterator[Row]:
-    yield from resnet_to_disk(bench, "avgpool", 2, (0.93, 0.97))
+    yield from resnet_to_disk(bench, "avgpool", 4, (0.93, 0.97))
 
 
 def layer4_to_disk(bench: Bench) -> Iterator[Row]:

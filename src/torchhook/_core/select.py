@@ -53,11 +53,16 @@ def resolve(
         identity = id(module) if tensor is None else _identity(target)
         chosen.setdefault((identity, site.op, site.call, site.port, site.leaf, site.role), target)
     if exclude is not None:
-        excluded = _choose(index, exclude, "output")
-        left_out = {(_identity(t), None if t.site.port == "output" else t.site.port) for t in excluded}
-        chosen = {key: t for key, t in chosen.items() if not left_out & {(key[0], None), (key[0], t.site.port)}}
+        # Apart, for those that are left out at every port are looked for by what is known of each already.
+        whole, at_port = set[int](), set[tuple[int, str]]()
+        for target in _choose(index, exclude, "output"):
+            if target.site.port == "output":
+                whole.add(_identity(target))
+            else:
+                at_port.add((_identity(target), target.site.port))
+        chosen = {key: t for key, t in chosen.items() if key[0] not in whole and (key[0], key[3]) not in at_port}
     for target in chosen.values():
-        if isinstance(target.site.call, Calls) and target.site.call.is_empty:
+        if type(call := target.site.call) is Calls and call.is_empty:
             raise SelectorError(f"{target.site.shown!r} names no call: its calls end where they begin, or before.")
     if not chosen:
         raise SelectorError("exclude= leaves no site: everything that was selected is excluded too.")
