@@ -59,7 +59,7 @@ class Bench:
     ) -> list[Row]:
         """Everything in turns; the rows of ``ours`` have what they must reach, and the wrong values."""
         runs = {plain_name: plain, **beside, **{way: run for way, (run, _) in ours.items()}}
-        found = ratios(runs, rounds=rounds, repeat=1, wait=self.wait, seconds=times * self.seconds)
+        found = ratios(runs, rounds=rounds, repeat=1, wait=self.wait, seconds=times * self.seconds, patience=5)
         judged_beside = wrong if isinstance(wrong, dict) else dict.fromkeys(ours, wrong)
         rows = []
         for way, ratio in found.items():
@@ -89,7 +89,6 @@ class Bench:
                 buffer.copy_(value, non_blocking=True)
 
         return copies
-
 
     def side_stream(self, model: nn.Module, names: list[str], run: Run) -> Run:
         """Bare hooks that copy on a stream of their own, into memory that is there: none comes before it is made."""

@@ -30,19 +30,20 @@ def measure(
     wait: Run = lambda: None,
     seconds: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    patience: float = 10,
 ) -> list[dict[str, float]]:
     """Seconds for one call of each contestant, for each round; those without a turn in a round are not in it.
 
     Args:
         contestants: what is compared, by name; each is called twice before anything counts.
-        rounds: how often each has its turn; those four times slower than the fastest have it every fifth time only.
+        rounds: how often each has its turn; those ``patience`` times slower than the fastest have it every fifth time only.
         repeat: calls in each turn.
         wait: called before and after each turn; on a GPU, its synchronization.
         seconds: stop after about so long, once each has had three turns.
         clock: ``time.process_time`` where everything is computed in this process and others disturb it.
     """
     first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
-    slow = {name for name, took in first.items() if took > 4 * min(first.values())}
+    slow = {name for name, took in first.items() if took > patience * min(first.values())}
     found: list[dict[str, float]] = []
     names = list(contestants)
     shuffle = random.Random(0)
