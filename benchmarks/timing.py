@@ -36,7 +36,7 @@ def measure(
 
     Args:
         contestants: what is compared, by name; each is called twice before anything counts.
-        rounds: how often each has its turn; those ``patience`` times slower than the fastest have it every fifth time only.
+        rounds: how often each has its turn; those ``patience`` times slower than the fastest have every fifth only.
         repeat: calls in each turn.
         wait: called before and after each turn; on a GPU, its synchronization.
         seconds: stop after about so long, once each has had three turns.
