@@ -40,7 +40,7 @@ from torchhook._recording.records import load
 from torchhook._report.api import report
 from torchhook._roles.api import lens, roles
 from torchhook._statistics import statistics
-from torchhook._stream import stream
+from torchhook._stream.api import stream
 from torchhook._sweep.api import sweep
 from torchhook._values.tree import Inputs
 from torchhook._version import __version__

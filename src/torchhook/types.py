@@ -24,7 +24,7 @@ from torchhook._recording.sweeps import Sweep
 from torchhook._recording.tables import Table
 from torchhook._report.api import PagePath
 from torchhook._roles.api import Roles
-from torchhook._stream import TokenStream
+from torchhook._stream.api import TokenStream
 from torchhook._values.loaded import Loaded, Opaque
 from torchhook._watch.api import Alarm, Alarms, Snapshot, Watch
 from torchhook.edits import EditSite

@@ -17,7 +17,7 @@ from torchhook._extract.api import extract
 from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
 from torchhook._features.api import open_features
 from torchhook._statistics import statistics
-from torchhook._stream import stream
+from torchhook._stream.api import stream
 from torchhook.errors import ExtractError
 
 E = functools.partial(extract, progress=False)

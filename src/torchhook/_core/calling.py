@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchhook._core import index
 from torchhook._core.hooks import AtEnd, Turn
-from torchhook._core.index import walk
 from torchhook._core.remembering import put_back, remembered
 from torchhook._values import tree
 from torchhook._values.tree import Inputs
@@ -116,13 +116,13 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
     Only the flags are set: a model's own ``train`` and ``eval`` may do more, merge weights for one.
     """
-    modules, asker = list(model.modules()), next(_askers)
+    modules, asker = list(index.all_modules(model)), next(_askers)
     end = AtEnd(lambda: _leave_modes(modules, asker))
     try:
         with _modes_turn:
             for module in modules:
                 _modes.setdefault(id(module), _Mode(module.training)).asked[asker] = training
-                module.training = training
+                _set_mode(module, training)
         yield
     finally:
         end()
@@ -136,10 +136,15 @@ def _leave_modes(modules: list[nn.Module], asker: int) -> None:
                 continue  # interrupted before it got that far, or done before
             if asker in mode.asked:
                 others = [asked for other, asked in mode.asked.items() if other != asker]
-                module.training = others[-1] if others else mode.before
+                _set_mode(module, others[-1] if others else mode.before)
                 del mode.asked[asker]
             if not mode.asked:
                 del _modes[id(module)]
+
+
+def _set_mode(module: nn.Module, training: bool) -> None:
+    if module.training != training:  # most are as they should be, and to set an attribute of a module is slow
+        module.training = training
 
 
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -155,7 +160,7 @@ class SetAside:
 
     def __init__(self, modules: Collection[nn.Module], only: Collection[int] | None = None) -> None:
         self._kept = remembered(module for module in modules if only is None or id(module) in only)
-        self._gradients = [(parameter, parameter.grad) for m in modules for parameter in m.parameters(recurse=False)]
+        self._gradients = [(p, p.grad) for module in modules for p in module._parameters.values() if p is not None]
 
     def clear_gradients(self) -> None:
         # They are set aside, not copied: a model that trains itself makes new ones meanwhile.
@@ -207,4 +212,4 @@ def undisturbed(*models: nn.Module, only: Collection[int] | None = None) -> Iter
 
 def all_modules(*models: nn.Module) -> list[nn.Module]:
     """Every module of the models once, without what wraps them."""
-    return list({id(module): module for model in models for _, module in walk(model)}.values())
+    return list({id(module): module for model in models for _, module in index.walk(model)}.values())

@@ -32,6 +32,7 @@ class TokenChoice:
     def __init__(self, rows: int, start: int, channel: int | None, maps: bool, checked: set[str] | None = None) -> None:
         self.checked = set() if checked is None else checked
         self.rows, self.start, self.channel, self.maps = rows, start, channel, maps
+        self._everywhere: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, name: str, value: Tensor | Rows, heads: Where = unknown) -> Block:
         """The tokens of a value, a view of it where all are taken, with their rows in the data and positions.
@@ -50,14 +51,22 @@ class TokenChoice:
         except TransformError as error:
             raise ExtractError(f"{shown(name)!r}: {error} With lengths=False, all positions are taken.") from error
         times = len(tokens) // (self.rows * width) if width else 1  # several of one position: its heads
-        positions = torch.arange(width).expand(self.rows, -1) if mask is None else mask.cumsum(1) - 1
-        rows = torch.arange(self.start, self.start + self.rows)[:, None].expand(-1, width)
         if mask is None:
-            return Block(tokens, *(part.reshape(-1).repeat_interleave(times) for part in (rows, positions)))
+            return Block(tokens, *self._all_places(width, times))
+        positions = mask.cumsum(1) - 1
+        rows = torch.arange(self.start, self.start + self.rows)[:, None].expand(-1, width)
         # Counted on the host: indexing by a mask would make it wait until the GPU has counted.
         places = mask.repeat_interleave(times, 1).reshape(-1).nonzero().squeeze(1)
         chosen = tokens.index_select(0, places.to(tokens.device, non_blocking=True))
         return Block(chosen, *(part.repeat_interleave(times, 1).reshape(-1)[places] for part in (rows, positions)))
+
+    def _all_places(self, width: int, times: int) -> tuple[Tensor, Tensor]:
+        """The rows and positions of all tokens; the same tensors for all sites of the batch."""
+        if (width, times) not in self._everywhere:
+            rows = torch.arange(self.start, self.start + self.rows).repeat_interleave(width * times)
+            positions = torch.arange(width).repeat_interleave(times).repeat(self.rows)
+            self._everywhere[width, times] = rows, positions
+        return self._everywhere[width, times]
 
     def by_row(self, name: str, value: Any, heads: Where = unknown) -> Any:
         """The tokens of each row, where a value has any; what is made of all tokens of a row stays as it is."""
