@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ RUNNING = [page for page in PAGES if name_of(page) not in WITHOUT_EXAMPLES]
 
 
 # What they show of programs needs that; docs/compatibility.md has what older versions cannot do.
+_old_torchcam = pytest.mark.skipif(
+    metadata.version("torchcam").startswith("0.3"),
+    reason="on Python 3.10 there is no newer torchcam that goes with the others: it is no context manager yet",
+)
 NEED_TORCH_2_9 = {"docs/compiled.md", "docs/debugging.md"}
 _too_old = pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9), reason="what it shows of programs needs 2.9"
@@ -53,7 +58,8 @@ _too_old = pytest.mark.skipif(
 
 def _marked(page: Path) -> object:
     marks = [pytest.mark.slow] if name_of(page) in SLOW else []
-    return pytest.param(page, id=name_of(page), marks=marks + [_too_old] * (name_of(page) in NEED_TORCH_2_9))
+    marks = marks + [_too_old] * (name_of(page) in NEED_TORCH_2_9) + [_old_torchcam] * (page.stem == "torchcam")
+    return pytest.param(page, id=name_of(page), marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # of torch.export.unflatten about itself
