@@ -12,6 +12,7 @@ from torchhook._diff import runs
 from torchhook._recording.address import Site
 from torchhook._recording.differences import Diff, Row, compare
 from torchhook._recording.records import Recording
+from torchhook._recording.tolerances import Limits
 from torchhook._torch import compiler
 from torchhook._values import tree
 
@@ -54,11 +55,10 @@ def not_run(found: Diff, reason: str) -> Diff:
     return Diff(found.rows, found.title, [*found.notes, f"{_EAGERLY}its compiled code did not run: {reason}"])
 
 
-def told(found: Diff, a: Recording, b: Recording) -> Diff:
+def told(found: Diff, a: Recording, b: Recording, limits: Limits) -> Diff:
     """The result with a row for the outputs of two recordings, of which at least one is of compiled code."""
-    # By what was tolerated of the same output: which dtypes are met on the way is not seen here.
-    eager = next(row for row in found if _is_output(row))
-    row = compare(_output_alone(a), _output_alone(b), rtol=eager.rtol, atol=eager.atol)[0]
+    # Which dtypes are met on the way is not seen here: the limits have seen it.
+    row = compare(_output_alone(a), _output_alone(b), limits=limits.of_all_layers())[0]
     return Diff([*found, dataclasses.replace(row, site=SITE, other=SITE)], found.title, [*found.notes, _RAN])
 
 
