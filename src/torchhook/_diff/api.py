@@ -74,7 +74,8 @@ def diff(
         local: give each module of B the inputs that its counterpart in A got, and let the modules that it calls give
             back what those of A did, so that errors do not add up from layer to layer and each row shows what this
             module alone adds: a layer by itself, a container by the code between its layers. Of 16-bit floats, only
-            what one layer makes of its rounding is tolerated then. B runs once more without any help, and the row of the model says how far off its output is then.
+            what one layer makes of its rounding is tolerated then. B runs once more without any help, and the row of
+            the model says how far off its output is then.
     """
     asked = _Asked(names, sites, exclude, rtol, atol)
     one, two = sides.runnable(a, "A"), sides.runnable(b, "B")
