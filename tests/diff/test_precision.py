@@ -101,6 +101,17 @@ def test_the_error_of_a_layer_does_not_grow_with_the_length_of_its_sums(dtype: t
     assert found[""].whole == pytest.approx(10 * eps / 3)
 
 
+def test_a_wrong_scale_of_small_values_is_found_too() -> None:
+    """bfloat16 has the range of float32: what is small is as exact as what is large."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64, bias=False), 1e-4 * torch.randn(16, 64)
+    assert diff(model, copy.deepcopy(model).bfloat16(), x, local=True).ok
+    assert not diff(model, scaled(model, "", 1.15).bfloat16(), x, local=True).ok
+    assert diff(model, scaled(model, "", 1.15).bfloat16(), x, local=True, atol=1e-4).ok
+    # Below what float16 can tell apart, 2**-24, there is nothing to be wrong about.
+    assert diff(model, copy.deepcopy(model).half(), 1e-4 * x, local=True).ok
+
+
 class Functional(nn.Module):
     """Many layers in the code of one module."""
 
