@@ -46,6 +46,18 @@ def test_where_torch_keeps_its_stance_in_another_way_it_is_eager_everywhere(monk
     assert torch._dynamo.eval_frame._stance is elsewhere
 
 
+def test_whether_compiled_code_runs_is_what_the_stance_of_the_thread_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiler.runs_compiled_code()
+    restore = compiler.take_stance(lambda: "force_eager")
+    assert not compiler.runs_compiled_code()
+    restore()
+    with torch.compiler.set_stance("force_eager"):
+        assert not compiler.runs_compiled_code()
+    assert compiler.runs_compiled_code()
+    monkeypatch.delattr(torch._dynamo.eval_frame, "_stance")  # as where torch keeps it elsewhere
+    assert compiler.runs_compiled_code()
+
+
 def test_compiled_code_is_known_from_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     found: list[bool] = []

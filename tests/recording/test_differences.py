@@ -129,7 +129,7 @@ def test_the_tolerances_are_printed_and_where_they_grow() -> None:
     lines = str(compare(a, recording(("a", x), ("b", x.half()), ("c", x)))).splitlines()[-2:]
     assert lines == [
         "tolerated: |a - b| <= 1e-08 + 0.0001 * max(|a|, rms of a)",
-        "tolerated from b on: |a - b| <= 1e-05 + 0.025 * max(|a|, rms of a)",
+        "tolerated from b on: |a - b| <= 1e-05 + 0.025 * max(|a|, rms of a), and |a - b| <= 0.0083 * |a| in the norm",
     ]
     assert str(compare(a, a, rtol=0.5, atol=2)).splitlines()[-1] == "tolerated: |a - b| <= 2 + 0.5 * max(|a|, rms of a)"
 

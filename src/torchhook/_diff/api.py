@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -10,8 +11,8 @@ from torch import nn
 from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.select import Selector, Target, resolve
+from torchhook._diff import compiled, runs, sides
 from torchhook._diff import local as feeding
-from torchhook._diff import runs, sides
 from torchhook._diff.left_out import LeftOut
 from torchhook._diff.origin import Origin
 from torchhook._diff.sides import Side
@@ -54,6 +55,9 @@ def diff(
     random numbers: once, and once more up to the first layer that differs, to see whether its input differs already.
     They and the process are left as they were: modes, buffers, caches, gradients.
 
+    The layers of compiled models run eagerly, because compiled code ignores hooks. Their compiled code then runs once
+    as it is, also where only parts of a model are compiled, and the row ``(compiled output)`` is what it makes.
+
     Args:
         a: the reference.
         b: what is compared with it.
@@ -69,8 +73,9 @@ def diff(
         atol: likewise.
         local: give each module of B the inputs that its counterpart in A got, and let the modules that it calls give
             back what those of A did, so that errors do not add up from layer to layer and each row shows what this
-            module alone adds: a layer by itself, a container by the code between its layers. B runs once more without
-            any help, and the row of the model says how far off its output is then.
+            module alone adds: a layer by itself, a container by the code between its layers. Of 16-bit floats, only
+            what one layer makes of its rounding is tolerated then. B runs once more without any help, and the row of
+            the model says how far off its output is then.
     """
     asked = _Asked(names, sites, exclude, rtol, atol)
     one, two = sides.runnable(a, "A"), sides.runnable(b, "B")
@@ -106,8 +111,13 @@ class _Asked(NamedTuple):
             return runs.every_output(index)
         return resolve(index, "**" if self.sites is None else self.sites, exclude=self.exclude)
 
-    def compare(self, a: Recording, b: Recording, *, extra: bool = True, notes: Sequence[str] = ()) -> Diff:
-        return compare(a, b, names=self.names, rtol=self.rtol, atol=self.atol, extra=extra, notes=notes)
+    def limits(self, layers: Callable[[str], int] | None = None) -> Limits:
+        return Limits(self.rtol, self.atol, layers)
+
+    def compare(
+        self, a: Recording, b: Recording, limits: Limits, *, extra: bool = True, notes: Sequence[str] = ()
+    ) -> Diff:
+        return compare(a, b, names=self.names, extra=extra, notes=notes, limits=limits)
 
 
 def _diff_recordings(a: Any, b: Any, inputs: tuple[Any, Any], asked: _Asked) -> Diff:
@@ -116,14 +126,32 @@ def _diff_recordings(a: Any, b: Any, inputs: tuple[Any, Any], asked: _Asked) -> 
     # Twice: the names of arrays are read by what the other side has, which may be arrays too.
     two = sides.recorded(b, ())
     one = sides.recorded(a, [site.path for site in two.sites])
-    return asked.compare(one, sides.recorded(b, [site.path for site in one.sites]))
+    return asked.compare(one, sides.recorded(b, [site.path for site in one.sites]), asked.limits())
 
 
 # -- two models ---------------------------------------------------------------------------------------------
 
 
 def _diff_models(a: nn.Module, b: nn.Module, inputs: tuple[Any, Any], asked: _Asked, local: bool) -> Diff:
-    index_a, index_b = Index(a), Index(b)
+    indices = Index(a), Index(b)
+    layers = functools.partial(feeding.layers_of, indices[1]) if local else None
+    limits = asked.limits(layers)
+    with calling.undisturbed(a, b) as restore:
+        feeds = asked.limits(layers) if local else None
+        found = _diff_layers((a, b), indices, inputs, asked, (limits, feeds), restore)
+        return _with_compiled(found, (a, b), inputs, limits, restore)
+
+
+def _diff_layers(
+    models: tuple[nn.Module, nn.Module],
+    indices: tuple[Index, Index],
+    inputs: tuple[Any, Any],
+    asked: _Asked,
+    limits: tuple[Limits, Limits | None],
+    restore: Callable[[], None],
+) -> Diff:
+    """What sessions see of two models; ``restore`` makes them what they were before a run."""
+    (a, b), (index_a, index_b), (seen, fed) = models, indices, limits
     targets_a, targets_b = asked.targets(index_a), runs.every_output(index_b)
     counterparts = Counterparts(asked.names, list(index_a.modules), list(index_b.modules))
     if asked.chosen:
@@ -133,40 +161,57 @@ def _diff_models(a: nn.Module, b: nn.Module, inputs: tuple[Any, Any], asked: _As
             raise MissingRecordError(
                 f"B has none of the sites that were chosen in A: {listed}. Say what they are called there with names=."
             )
-    feeder = feeding.Feeder(index_a, index_b, counterparts, Limits(asked.rtol, asked.atol)) if local else None
+    feeder = feeding.Feeder(index_a, index_b, counterparts, fed) if fed else None
     left_out = LeftOut(index_a) if sides.is_program(b) else None
-    with calling.undisturbed(a, b) as restore:
-        beside_a = [*([feeder.taking()] if feeder else []), *([left_out.session] if left_out else [])]
-        recording_a = runs.record(a, index_a, targets_a, inputs[0], *beside_a)
-        # From the same random numbers, and with what both models share as it was before A ran.
+    beside_a = [*([feeder.taking()] if feeder else []), *([left_out.session] if left_out else [])]
+    recording_a = runs.record(a, index_a, targets_a, inputs[0], *beside_a)
+    # From the same random numbers, and with what both models share as it was before A ran.
+    restore()
+    recording_b = runs.record(b, index_b, targets_b, inputs[1], *([feeder.giving()] if feeder else []))
+    notes = [] if sides.is_program(a) or sides.is_program(b) else runs.modes(index_a, index_b)
+    # Where sites were chosen in A, all else in B was left out on purpose.
+    found = asked.compare(recording_a, recording_b, seen, extra=not asked.chosen, notes=notes)
+    found = found if left_out is None else left_out.told(found)
+    if asked.chosen:
+        return found if feeder is None else feeder.annotated(found)
+    if feeder is not None:
         restore()
-        recording_b = runs.record(b, index_b, targets_b, inputs[1], *([feeder.giving()] if feeder else []))
-        notes = [] if sides.is_program(a) or sides.is_program(b) else runs.modes(index_a, index_b)
-        # Where sites were chosen in A, all else in B was left out on purpose.
-        found = asked.compare(recording_a, recording_b, extra=not asked.chosen, notes=notes)
-        found = found if left_out is None else left_out.told(found)
-        if asked.chosen:
-            return found if feeder is None else feeder.annotated(found)
-        if feeder is not None:
-            restore()
-            return _on_its_own(feeder.annotated(found), recording_a, index_b, inputs[1], asked)
-        if found.first is None or found.first.status == "only in A" or not Origin.can_be_asked(a, b):
-            return found
-        origin = Origin(found.first, index_a, index_b, counterparts)
-        restore()
-        seen_a = origin.seen(True, inputs[0])
-        restore()
-        return origin.told(found, seen_a, origin.seen(False, inputs[1]))
+        return _on_its_own(feeder.annotated(found), recording_a, index_b, inputs[1], asked, seen)
+    if found.first is None or found.first.status == "only in A" or not Origin.can_be_asked(a, b):
+        return found
+    origin = Origin(found.first, index_a, index_b, counterparts)
+    restore()
+    seen_a = origin.seen(True, inputs[0])
+    restore()
+    return origin.told(found, seen_a, origin.seen(False, inputs[1]))
 
 
-def _on_its_own(found: Diff, recording_a: Recording, index_b: Index, inputs: Any, asked: _Asked) -> Diff:
+def _with_compiled(
+    found: Diff, given: tuple[Any, Any], inputs: tuple[Any, Any], limits: Limits, restore: Callable[[], None]
+) -> Diff:
+    """The result with what compiled code makes when no session is open, against the other side's output."""
+    if not any(map(compiled.is_compiled, given)):
+        return found
+    if (reason := compiled.reason_not_to_run(found)) is not None:
+        return compiled.not_run(found, reason)
+    made = []
+    for side, one in zip(given, inputs, strict=True):
+        # A model that is not compiled runs once more too: with local=True, what was recorded is not its own.
+        restore()
+        made.append(compiled.output(side, one) if isinstance(side, nn.Module) else side)
+    return compiled.told(found, made[0], made[1], limits)
+
+
+def _on_its_own(
+    found: Diff, recording_a: Recording, index_b: Index, inputs: Any, asked: _Asked, limits: Limits
+) -> Diff:
     """The result with what the whole of B makes when nothing is put into it."""
     row = next((row for row in found if row.site == "" and row.other in index_b.modules), None)
     if row is None or row.status == "only in B":
         return found
     whole = runs.record(index_b.modules[""], index_b, resolve(index_b, Site(row.other)), inputs)
-    # By what was tolerated there: which dtypes are met on the way is not seen here.
-    there = compare(recording_a, whole, names=asked.names, rtol=row.rtol, atol=row.atol, extra=False)
+    # Which dtypes are met on the way is not seen here: the limits have seen it.
+    there = asked.compare(recording_a, whole, limits.of_all_layers(), extra=False)
     return feeding.on_its_own(found, there[""])
 
 
@@ -188,8 +233,11 @@ def _diff_against_values(a: nn.Module, b: Any, inputs: Any, asked: _Asked) -> Di
         some = ", ".join(repr(site.shown) for site in recording_b.sites[:4])
         close = suggestion(recording_b.keys()[0], index.modules) if len(recording_b) else ""
         raise MissingRecordError(f"none of B's names is a site of A: {some}. Say with names= what is what. {close}")
-    recording_a = _run(a, index, targets, inputs)
-    return asked.compare(recording_a, recording_b, extra=not asked.chosen)
+    limits = asked.limits()
+    with calling.undisturbed(a) as restore:
+        recording_a = runs.record(a, index, targets, inputs)
+        found = asked.compare(recording_a, recording_b, limits, extra=not asked.chosen)
+        return _with_compiled(found, (a, recording_b), (inputs, None), limits, restore)
 
 
 def _meant(index: Index, values: Recording, names: Names | None) -> list[Target]:
@@ -215,9 +263,7 @@ def _diff_values_against(a: Any, b: nn.Module, inputs: Any, asked: _Asked) -> Di
         some = ", ".join(repr(site.shown) for site in wanted[:4])
         close = suggestion(wanted[0], index.modules) if wanted else ""
         raise MissingRecordError(f"B has no site {some}. Say with names= what A's names are called there. {close}")
-    return asked.compare(recording_a, _run(b, index, targets, inputs))
-
-
-def _run(model: nn.Module, index: Index, targets: list[Target], inputs: Any) -> Recording:
-    with calling.undisturbed(model):
-        return runs.record(model, index, targets, inputs)
+    limits = asked.limits()
+    with calling.undisturbed(b) as restore:
+        found = asked.compare(recording_a, runs.record(b, index, targets, inputs), limits)
+        return _with_compiled(found, (recording_a, b), (None, inputs), limits, restore)

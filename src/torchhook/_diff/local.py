@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -20,7 +21,7 @@ from torchhook._recording.counterparts import Counterparts
 from torchhook._recording.differences import Diff, Row
 from torchhook._recording.distances import Numbers, measure, severity
 from torchhook._recording.records import Recording
-from torchhook._recording.tolerances import Limits
+from torchhook._recording.tolerances import Limit, Limits
 from torchhook._values import tree
 from torchhook._values.elements import readable
 from torchhook._values.subclasses import shape
@@ -45,8 +46,14 @@ class _Handed(NamedTuple):
     to: str
     numbers: Numbers
     elements: int
-    rtol: float
-    atol: float
+    limit: Limit
+
+
+def layers_of(index: Index, path: str) -> int:
+    """How many layers the code of a module stands for by itself: as many as it has matrices, which no layer holds."""
+    module = index.modules.get(path)
+    own = () if module is None else module.parameters(recurse=False)
+    return max(1, sum(parameter.dim() > 1 for parameter in own if not is_lazy(parameter)))
 
 
 class Feeder:
@@ -124,15 +131,15 @@ class Feeder:
 
     def _judge(self, caller: Call, site: Site, given: list[Tensor], mine: list[Tensor]) -> None:
         # Against what B can hold of A's: a rounding to its dtype is no doing of the code that hands it on.
-        rtol, atol = self._limits.meet(*given, *mine)
+        limit = self._limits.meet(caller[0], *given, *mine)
         for one, two in zip(given, mine, strict=True):
             if not (readable(one) and readable(two)):
                 continue
-            numbers = measure(one, two, rtol, atol)
+            numbers = measure(one, two, *limit)
             address = str(Site(caller[0], call=caller[1]))
             worst = self._handed.get(address)
-            if numbers.mismatches and (worst is None or severity(numbers) > severity(worst.numbers)):
-                self._handed[address] = _Handed(site.path, numbers, one.numel(), rtol, atol)
+            if numbers.differs and (worst is None or severity(numbers) > severity(worst.numbers)):
+                self._handed[address] = _Handed(site.path, numbers, one.numel(), limit)
 
     def _given_back(self, value: Any, returned: Any) -> Any:
         mine, other = _tensors(value), _tensors(returned)
@@ -162,8 +169,8 @@ def _with_handed(row: Row, handed: _Handed) -> Row:
     where = f"what its own code gives to {shown(handed.to)!r} differs"
     if row.status == "differs":
         return _noted(row, where)
-    numbers = handed.numbers._asdict()
-    row = dataclasses.replace(row, **numbers, elements=handed.elements, rtol=handed.rtol, atol=handed.atol)
+    numbers = {name: number for name, number in handed.numbers._asdict().items() if name != "is_off"}
+    row = dataclasses.replace(row, **numbers, elements=handed.elements, **handed.limit._asdict())
     return _noted(dataclasses.replace(row, status="differs", leaf=""), where)
 
 

@@ -68,7 +68,8 @@ class Origin:
         for _, a, b in pairs:
             if shape(a) != shape(b):
                 return False
-            if readable(a) and readable(b) and measure(a, b, self._row.rtol, self._row.atol).mismatches:
+            row = self._row
+            if readable(a) and readable(b) and measure(a, b, row.rtol, row.atol, row.whole).differs:
                 return False
         return True
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from torchhook._recording.address import Site, meant, shown
@@ -12,11 +14,11 @@ from torchhook._recording.counterparts import Counterparts, Names
 from torchhook._recording.distances import measure, paired, severity, shape
 from torchhook._recording.records import Record, Recording
 from torchhook._recording.tables import Table, fixed
-from torchhook._recording.tolerances import Limits, Tolerance
+from torchhook._recording.tolerances import Limits, Tolerance, coarsest
 from torchhook._values import tree
 from torchhook._values.elements import readable
 from torchhook._values.subclasses import is_part
-from torchhook._words import plural
+from torchhook._words import and_more, plural
 from torchhook.errors import MissingRecordError, suggestion
 
 Status = Literal["same", "differs", "shape", "structure", "only in A", "only in B", "left out"]
@@ -41,6 +43,8 @@ class Row:
     dtype: str = "-"
     rtol: float = 0.0
     atol: float = 0.0
+    whole: float = math.inf
+    """The most that ``relative`` may be, where errors that are as large everywhere are told from rounding."""
     leaf: str = ""
     """Where in a nested value the largest error is."""
     note: str = ""
@@ -130,18 +134,21 @@ class Diff:
         first, wrong = self.first, sum(not row.ok for row in self)
         counts = [(sum(row.status == status for row in self), status) for status in ("only in B", "left out")]
         differ = plural(wrong, "differs", "differ")
-        found = "all the same" if first is None else f"{wrong} {differ}, the first at {shown(first.site)}"
+        found = f"{wrong} {differ}, the first at {shown(first.site)}" if first else agreement(self) + _largest(self)
         return "; ".join([found, *(f"{count} {status}" for count, status in counts if count)])
 
     def _tolerances(self) -> list[str]:
-        """What was let pass. It grows where values come to a coarser dtype."""
+        """What was let pass. It grows where values come to a coarser dtype, or where one module has many layers."""
         compared = [row for row in self if row.elements]
-        met = dict.fromkeys((row.rtol, row.atol) for row in compared)
+        along = [(row.rtol, row.atol, row.whole) for row in compared]
+        met = dict.fromkeys(along)
+        once = sum(one != two for one, two in itertools.pairwise(along)) < len(met)
         lines = []
-        for place, (rtol, atol) in enumerate(met):
-            since = next(row.site for row in compared if (row.rtol, row.atol) == (rtol, atol))
-            where = f" from {shown(since)} on" if place else ""
-            lines.append(f"tolerated{where}: |a - b| <= {atol:g} + {rtol:g} * max(|a|, rms of a)")
+        for place, (rtol, atol, whole) in enumerate(met):
+            there = [row.site for row, limit in zip(compared, along, strict=True) if limit == (rtol, atol, whole)]
+            where = f" from {shown(there[0])} on" if once else f" at {shown(there[0])}{and_more(len(there) - 1)}"
+            norm = f", and |a - b| <= {whole:.2g} * |a| in the norm" * (whole < math.inf)
+            lines.append(f"tolerated{where * bool(place)}: |a - b| <= {atol:g} + {rtol:g} * max(|a|, rms of a){norm}")
         return lines
 
     def __repr__(self) -> str:
@@ -149,6 +156,24 @@ class Diff:
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def agreement(rows: Iterable[Row]) -> str:
+    """What it means that no row differs: that nothing does, or no more than is tolerated.
+
+    >>> agreement([Row("fc", "fc", "same", 0.01, 0.02, dtype="float32 / bfloat16", rtol=0.2)])
+    'all within the tolerance of bfloat16 (0.2)'
+    """
+    compared = [row for row in rows if row.max_abs > 0]
+    if not compared:
+        return "all the same"
+    dtype = coarsest([name for row in compared for name in re.findall(r"\w+", row.dtype)])
+    return f"all within the tolerance{' of ' * bool(dtype)}{dtype} ({max(row.rtol for row in compared):g})"
+
+
+def _largest(rows: Iterable[Row]) -> str:
+    largest = max((row for row in rows if row.relative > 0), key=lambda row: row.relative, default=None)
+    return f", the largest error {_short(largest.relative)} at {shown(largest.site)}" if largest else ""
 
 
 def _short(number: float) -> str:
@@ -172,13 +197,15 @@ def compare(
     atol: Tolerance | None = None,
     extra: bool = True,
     notes: Sequence[str] = (),
+    limits: Limits | None = None,
 ) -> Diff:
-    """Compare two recordings call by call; ``extra=False`` passes over what only B has."""
+    """Compare two recordings call by call; ``extra=False`` passes over what only B has, ``limits`` are in place of
+    tolerances by dtype."""
     _refuse_empty("A", a)
     _refuse_empty("B", b)
     counterparts = Counterparts(names, [site.path for site in a.sites], [site.path for site in b.sites])
     counterparts.check_used([Site(r.site.path, r.site.op, r.call, r.site.port) for r in a.records()])
-    limits = Limits(rtol, atol)
+    limits = Limits(rtol, atol) if limits is None else limits
     found = {(record.site, record.call): record for record in b.records()}
     seen: set[tuple[Site, int]] = set()
     rows: list[tuple[tuple[int, int], Row]] = []
@@ -247,12 +274,12 @@ _PART = "this rank's part"
 
 
 def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
-    rtol, atol = limits.meet(*tree.tensors(a.value), *tree.tensors(b.value))
+    limit = limits.meet(b.site.path, *tree.tensors(a.value), *tree.tensors(b.value))
     dtype = a.dtype if a.dtype == b.dtype else f"{a.dtype} / {b.dtype}"
     pairs, structure = paired(a.value, b.value)
     status: Status = "structure" if structure is not None and not pairs else "same"
     notes = [] if structure is None else [structure]
-    worst, leaf, mismatches, elements, nans = None, "", 0, 0, (0, 0)
+    worst, leaf, mismatches, is_off, elements, nans = None, "", 0, False, 0, (0, 0)
     for address, one, two in pairs:
         if shape(one) != shape(two):
             status = "shape"
@@ -261,13 +288,15 @@ def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
         if not (readable(one) and readable(two)):
             notes.append(f"{address + ': ' if address else ''}without numbers: only the shape was compared")
             continue
-        numbers = measure(one, two, rtol, atol)
+        numbers = measure(one, two, *limit)
+        is_off |= numbers.is_off
         mismatches, elements = mismatches + numbers.mismatches, elements + one.numel()
         nans = (nans[0] + numbers.nans[0], nans[1] + numbers.nans[1])
         if worst is None or severity(numbers) > severity(worst):
             worst, leaf = numbers, address
-    if mismatches and status == "same":
+    if (mismatches or is_off) and status == "same":
         status = "differs"
+        notes += ["as a whole, more than rounding makes"] * (not mismatches)
     if any(is_part(tensor) for value in (a.value, b.value) for tensor in tree.tensors(value)):
         notes.append(_PART)
     if nans != (0, 0):
@@ -284,8 +313,7 @@ def _row(site: str, other: str, a: Record, b: Record, limits: Limits) -> Row:
         elements=elements,
         nans=nans,
         dtype=dtype,
-        rtol=rtol,
-        atol=atol,
+        **limit._asdict(),
         leaf=leaf,
         note="; ".join(notes),
     )

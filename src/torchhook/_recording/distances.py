@@ -20,11 +20,17 @@ class Numbers(NamedTuple):
     cosine: float
     mismatches: int
     nans: tuple[int, int]
+    is_off: bool = False
+    """Whether it is too far off as a whole."""
+
+    @property
+    def differs(self) -> bool:
+        return self.mismatches > 0 or self.is_off
 
 
 def severity(numbers: Numbers) -> tuple[bool, bool, float]:
     # A NaN is worse than any number, but no comparison would say so.
-    return numbers.mismatches > 0, math.isnan(numbers.max_abs), numbers.relative
+    return numbers.differs, math.isnan(numbers.max_abs), numbers.relative
 
 
 def paired(a: Any, b: Any) -> tuple[list[tuple[str, Tensor, Tensor]], str | None]:
@@ -99,7 +105,7 @@ def _flat(tensor: Tensor, paired: bool) -> Tensor:
     return tensor.reshape(-1)
 
 
-def measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> Numbers:
+def measure(a: Tensor, b: Tensor, rtol: float, atol: float, whole: float = math.inf) -> Numbers:
     if not a.numel():
         return Numbers(0.0, 0.0, 1.0, 0, (0, 0))
     paired = a.is_complex() or b.is_complex()
@@ -128,4 +134,5 @@ def measure(a: Tensor, b: Tensor, rtol: float, atol: float) -> Numbers:
     cosine = product / lengths if lengths else float(norm_a == norm_b)
     cosine = cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine))
     nans = int(one.isnan().sum()), int(two.isnan().sum())
-    return Numbers(largest, relative, cosine, int(wrong.sum()), nans)
+    is_off = not exact and gap > atol * math.sqrt(one.numel()) + (whole * norm_a if whole < math.inf else math.inf)
+    return Numbers(largest, relative, cosine, int(wrong.sum()), nans, is_off)

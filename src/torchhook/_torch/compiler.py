@@ -121,6 +121,12 @@ def wait_for_compiling() -> None:
 _FRAMES = "torch._dynamo.eval_frame"
 
 
+def runs_compiled_code() -> bool:
+    """Whether a compiled model that is called here runs its compiled code, and compiles what is not compiled yet."""
+    stance = getattr(getattr(sys.modules.get(_FRAMES), "_stance", None), "stance", "default")
+    return "eager" not in str(stance)
+
+
 class _Stance:
     """Stands for torch's record of what is done with compiled code, which is one for all threads.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torchhook._recording.differences import Diff
+from torchhook._recording.differences import Diff, agreement
 from torchhook._recording.sweeps import Sweep
 from torchhook._words import counted, plural
 from torchhook.errors import require
@@ -59,9 +59,8 @@ def diff(difference: Diff, *, title: str | None = None, ax: Any = None, fig: Any
         ax.annotate(label, (place, 1), xycoords=("data", "axes fraction"),
                     xytext=(5 if right else -5, -2), textcoords="offset points", ha="left" if right else "right",
                     va="top", fontsize=style.SMALL, color=colors.ink)  # fmt: skip
-    verdict = (
-        "all the same" if first is None else f"{sum(not row.ok for row in rows)} of {counted(len(rows), 'site')} differ"
-    )
+    wrong = sum(not row.ok for row in rows)
+    verdict = agreement(rows) if first is None else f"{wrong} of {counted(len(rows), 'site')} differ"
     head = f"{difference.title or 'Diff'}: {verdict}" if title is None else title
     _legend(ax, {row.status for row in rows if row.relative != 0}, any(row.relative == 0 for row in rows), head)
     style.title(ax, head)
