@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -66,9 +67,9 @@ def test_a_closed_watch_that_has_nothing_says_why() -> None:
         pass
     with late:
         model(X)
-    with pytest.raises(ZeroDivisionError), broken:
+    with contextlib.suppress(ZeroDivisionError), broken:
         model(X)
-        1 / 0
+        raise ZeroDivisionError
     for w, why in (
         (never, "the model was not called"),
         (late, "none of the 1 steps was a multiple of every=5"),
