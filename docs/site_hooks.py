@@ -10,6 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)[^)]*)\)")
+_NOTEBOOK = re.compile(r"\]\((?:\.\./)((?:\.\./)*)examples/([^)/]+\.ipynb)\)")
 _LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _TEXT = r"\1"
 _pages: dict[str, tuple[str, str]] = {}
@@ -23,7 +24,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to files of the repository have nowhere to go on the site: their text stays."""
+    """Links to notebooks lead to those of the site; other files of the repository are not there: their text stays."""
+    markdown = _NOTEBOOK.sub(r"](\1notebooks/\2)", markdown)
     markdown = _LINK.sub(r"\1", markdown)
     shown = markdown
     for name in re.findall(r'^--8<-- "(.*)"$', markdown, re.MULTILINE):

@@ -88,9 +88,7 @@ def test_pages_without_examples_are_pages() -> None:
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
     for link in links(page):
         path, _, anchor = link.partition("#")
-        # The site puts the notebooks beside its pages.
-        where = ROOT / "examples" / path.split("/")[1] if path.startswith("notebooks/") else page.parent / path
-        target = where if path else page
+        target = page.parent / path if path else page
         assert target.exists(), f"{name_of(page)}: {link}"
         assert not anchor or anchor in headings(target), f"{name_of(page)}: {link}"
 
@@ -297,6 +295,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pages = {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")}
     assert not [page for page in pages if not (site / page).exists()]
+    # In a checkout these links lead to the examples.
+    notebooks = re.findall(r'href="(notebooks/[^"]+\.ipynb)"', (site / "notebooks.html").read_text())
+    assert len(notebooks) == len(list((ROOT / "examples").glob("*.ipynb")))
+    assert all((site / notebook).exists() for notebook in notebooks)
     # Nothing comes from the web: the site is read where there is none.
     loaded = [
         address

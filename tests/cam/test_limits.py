@@ -13,6 +13,7 @@ from tests.language_models import made
 from tests.models import Merges
 from torchhook._cam.api import cam
 from torchhook._cam.result import stretch, upsample
+from torchhook.errors import LayoutError
 
 
 def photo() -> nn.Sequential:
@@ -34,6 +35,25 @@ class Text(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         scores: Tensor = self.head(self.last(self.first(self.embed(ids)))[:, 0])
         return scores
+
+
+# -- one place --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["gradcam", "eigencam", "scorecam", "ablationcam"])
+def test_a_layer_of_one_place_is_refused_and_a_better_one_named(method: str) -> None:
+    with pytest.raises(LayoutError, match=r"layer '2' gives maps on a grid of 1×1, one place.*layer='1'"):
+        cam(photo(), torch.randn(2, 3, 12, 12), 1, "2", method, progress=False)
+    # By a function too.
+    whole = nn.Sequential(*list(photo())[:3], nn.Flatten(2), nn.Flatten(), nn.Linear(8, 5)).eval()
+    with pytest.raises(LayoutError, match=r"layer '3' gives maps on a grid of 1×1.*layer='1'"):
+        cam(whole, torch.randn(2, 3, 12, 12), 1, "3", method, layout=lambda v: v[..., None], progress=False)
+
+
+def test_one_place_in_a_model_that_has_no_other_is_said() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 12), nn.Flatten(), nn.Linear(8, 5)).eval()
+    with pytest.raises(LayoutError, match=r"layer '0' gives maps on a grid of 1×1.*no layer of this model gives a map"):
+        cam(model, torch.randn(1, 3, 12, 12), 1, "0")
 
 
 # -- constant maps ----------------------------------------------------------------------------------

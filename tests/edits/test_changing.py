@@ -226,7 +226,8 @@ def test_a_nested_tensor_takes_the_place_of_one_of_the_same_rows(layout: Any) ->
         found = model(torch.nested.nested_tensor(old, layout=layout))
         assert all(torch.equal(a, b) for a, b in zip(found.unbind(), new, strict=True))
         with pytest.raises(
-            EditError, match=r"0#1: the edit changes the shape: expected \(2, 4\), found \(\(2, 4\), \(5"
+            EditError,
+            match=r"0#1: the shape of what edits\.replace was given .*: expected \(2, 4\), found \(\(2, 4\), \(5",
         ):
             model(old[0])
         with pytest.raises(EditError, match=r"expected \(\(2, 4\),\), found \(\(2, 4\), \(5"):
@@ -248,7 +249,10 @@ def test_edits_of_nested_tensors_that_make_no_sense_are_refused() -> None:
     some = edits.patch(rec, positions=[0])
     with pytest.raises(EditError, match=r"patch with positions= or mask= needs dims"), th.edit(model, {"0": some}):
         model(nested)
-    with pytest.raises(EditError, match="changes the shape"), th.edit(model, {"0": edits.add(nested)}):
+    with (
+        pytest.raises(EditError, match=r"shape of what edits\.add was given does not fit"),
+        th.edit(model, {"0": edits.add(nested)}),
+    ):
         model(nested)
 
 
@@ -261,3 +265,31 @@ def test_what_an_edit_is_given_is_cast_to_the_dtype_of_the_value(dtype: torch.dt
         output = model(x)
     assert output.dtype == torch.float16
     assert torch.equal(output, expected)
+
+
+def test_what_an_edit_is_given_and_does_not_fit_is_told_and_nothing_of_returning() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Embedding(3, 2))
+    x, ids = torch.ones(2, 4), torch.tensor([0, 1])
+    wide = torch.ones(3, 8)
+    for edit, said in (
+        (edits.add(torch.ones(5)), r"edits\.add was given does not fit .*: expected \(2, 8\), found \(5,\)"),
+        (edits.replace(wide), r"edits\.replace was given does not fit .*: expected \(2, 8\), found \(3, 8\)"),
+        (edits.only(edits.add(torch.ones(5)), rows=0), r"edits\.add was given .*: expected \(1, 8\), found \(5,\)"),
+    ):
+        with th.edit(model, {"0": edit}), pytest.raises(EditError, match=said) as caught:
+            model[0](x)
+        assert str(caught.value).startswith("0#0: the shape of what edits.")
+        assert str(caught.value).endswith("Give one that broadcasts to it.")
+    with th.edit(model, {"1:input": edits.replace(0.5)}):
+        with pytest.raises(
+            EditError, match=r"dtype of what edits\.replace .*expected torch\.int64, found torch\.float32"
+        ):
+            model[1](ids)
+
+
+def test_a_patch_that_does_not_fit_speaks_of_the_recording() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8)), torch.ones(3, 4)
+    _, rec = run(model, x, capture="0")
+    for edit in (edits.patch(rec), edits.patch(rec, positions=0, dim=0)):
+        with pytest.raises(EditError, match=r"expected \(2, 8\), found \(3, 8\)\. Patch with what was recorded"):
+            run(model, x[:2], edit={"0": edit})

@@ -17,7 +17,7 @@ def _lens() -> Lens:
 
 def test_every_cell_has_its_token_and_the_last_site_is_above() -> None:
     lens = _lens()
-    ax = plot.lens(lens, row=1).axes[0]
+    ax = plot.lens(lens, sample=1).axes[0]
     shown = [text.get_text() for text in ax.texts]
     assert shown[:4] == [f"w{int(token)}" for token in lens.tokens[2, 1, :, 0]]
     assert next(label.get_text() for label in ax.get_yticklabels()) == "@resid_post.2"
@@ -35,7 +35,7 @@ def test_columns_are_named_by_the_inputs_tokens_and_positions_can_be_chosen() ->
 
 def test_rows_and_positions_that_are_not_there_are_refused() -> None:
     for row in (2, -3):
-        with pytest.raises(ValueError, match=rf"row={row}: the lens has 2 rows"):
-            plot.lens(_lens(), row=row)
+        with pytest.raises(ValueError, match=rf"sample={row}: the lens has 2 rows"):
+            plot.lens(_lens(), sample=row)
     with pytest.raises(ValueError, match=r"positions \[9\] are out of range: the lens has 4 positions"):
         plot.lens(_lens(), positions=[0, 9])

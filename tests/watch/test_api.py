@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -55,6 +56,37 @@ def test_a_step_that_was_forgotten_is_pointed_out() -> None:
             w.last
         w.flush()
         assert w.last["5"]["mean"] == pytest.approx(model(X).mean().item(), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:watch measured nothing")
+def test_a_closed_watch_that_has_nothing_says_why() -> None:
+    """Not that a step is to be ended: there will be none."""
+    model = mlp()
+    never, late, broken = watch(model), watch(model, every=5, start=1), watch(model)
+    with never:
+        pass
+    with late:
+        model(X)
+    with contextlib.suppress(ZeroDivisionError), broken:
+        model(X)
+        raise ZeroDivisionError
+    for w, why in (
+        (never, "the model was not called"),
+        (late, "none of the 1 steps was a multiple of every=5"),
+        (broken, "an error ended the block before a measured step was over"),
+    ):
+        with pytest.raises(SessionError, match=f"this watch is closed, and it measured nothing: {why}"):
+            w.last
+        assert f"it measured nothing: {why}" in str(w)
+
+
+def test_a_watch_that_keeps_no_history_measures_and_says_so() -> None:
+    model, told = mlp(), list[int]()
+    with watch(model, history=0, log=lambda step, values: told.append(step)) as w:
+        model(X)
+    assert told == [0]
+    with pytest.raises(SessionError, match="history=0 keeps no snapshot"):
+        w.last
 
 
 def test_a_pause_hides_validation_from_the_count_and_the_statistics() -> None:

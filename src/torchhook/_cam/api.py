@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,6 +86,8 @@ def cam(
             seen = _look(model, index, site, shown, target, formula in BY_GRADIENT)
         reading = _reading(seen, shown, layout, grid)
         maps = _maps(reading, seen.activation)
+        if maps.dim() > 2 and math.prod(maps.shape[2:]) == 1:
+            raise _one_place(site, maps, lambda: choose(model, index, shown, _first_score(target, shown.examples)))
         if formula in BY_GRADIENT:
             raw = BY_GRADIENT[formula](maps, _maps(reading, _gradient(seen)))
         elif formula == "eigencam":
@@ -226,6 +229,19 @@ def _maps(reading: Layout | Reshape, value: Tensor) -> Tensor:
     """Batch × channels × grid, in float32 at least: the cube of a half-precision gradient is zero."""
     maps = reading.maps(value.detach()) if isinstance(reading, Layout) else reading(value.detach())
     return maps.float() if maps.dtype in (torch.float16, torch.bfloat16) else maps
+
+
+def _one_place(site: Target, maps: Tensor, choose_another: Callable[[], str]) -> LayoutError:
+    """A map of one place is the same everywhere, and stretched to an empty one: which layer would show something."""
+    try:
+        way = f"The last layer that does is layer={choose_another()!r}, which is taken where none is named."
+    except SelectorError as error:
+        way = f"And {error}"
+    grid = "×".join(map(str, maps.shape[2:]))
+    return LayoutError(
+        f"layer {site.site.shown!r} gives maps on a grid of {grid}, one place for the whole input, which does not show "
+        f"where. {way}"
+    )
 
 
 def _maskable(seen: _Seen, shown: Subject) -> Scores:

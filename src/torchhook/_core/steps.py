@@ -207,6 +207,9 @@ class Steps:
             now.step, now.sequence = 0, before.sequence if same and before is not None else self._new_sequence()
             before = before if same else None
         now.set_position(self._where(given, before, here.prefill))
+        without = given.cache is None or self._trail.empty
+        if before is not None and now.step and without and not here.prefill and (given.tokens or 0) > 1:
+            now.begins = _begins(before, given.tokens or 0)
 
     def _where(self, given: Given, before: Pass | None, prefill: bool) -> Any:
         """Where the first token of a call is; ``None`` where that cannot be told."""
@@ -289,6 +292,18 @@ def _counted(before: Pass | None) -> int | None:
     if before is None:
         return 0
     return None if before.position is None or before.tokens is None else before.position + before.tokens
+
+
+def _begins(before: Pass, tokens: int) -> list[int]:
+    """Where the tokens of each step begin in a call after another that is given all of them; empty if nobody can tell.
+
+    As many as before, or fewer, are a window that moves on, or another text: then some of them are not where they were.
+    """
+    known = [0] if before.step == 0 and before.begins is None else before.begins or []
+    if before.tokens is None or tokens <= before.tokens or len(known) != (before.step or 0) + 1:
+        return []
+    known.append(before.tokens)  # one list for all calls of a generation
+    return known
 
 
 class _Enter(Tap):

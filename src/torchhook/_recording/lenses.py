@@ -52,7 +52,7 @@ class Lens(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.sites)
 
-    def table(self, row: int = 0, positions: Sequence[int] | None = None) -> Table:
+    def table(self, sample: int = 0, positions: Sequence[int] | None = None) -> Table:
         """The token on top at each site and position of one row of the batch, with its probability."""
         count = self.tokens.shape[2]
         shown = list(range(count)) if positions is None else [range(count)[p] for p in positions]
@@ -60,10 +60,9 @@ class Lens(Mapping[str, Tensor]):
         if positions is None and count > _WIDE:
             shown = shown[-_WIDE:]
             notes = [f"the last {_WIDE} of {count} positions; table(positions=…) shows others"]
-        rows = [[site, *(self._cell(i, row, p) for p in shown)] for i, site in enumerate(self.sites)]
-        title = (
-            f"Lens of {counted(len(self.sites), 'site')}: the token on top and its probability, row {row} of the batch"
-        )
+        rows = [[site, *(self._cell(i, sample, p) for p in shown)] for i, site in enumerate(self.sites)]
+        sites = counted(len(self.sites), "site")
+        title = f"Lens of {sites}: the token on top and its probability, row {sample} of the batch"
         return Table(title, ["site", *(str(p) for p in shown)], rows, notes)
 
     def _cell(self, site: int, row: int, position: int) -> str:

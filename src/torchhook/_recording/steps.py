@@ -6,17 +6,31 @@ keeping one costs nothing more.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 
 class Pass:
     """One call of a model that generates: which step it is, and which tokens of the sequence it was given."""
 
-    __slots__ = ("_position", "beams", "end", "first", "kept", "last", "rows", "sequence", "step", "tokens")
+    __slots__ = (
+        "_position",
+        "beams",
+        "begins",
+        "end",
+        "first",
+        "kept",
+        "last",
+        "rows",
+        "sequence",
+        "step",
+        "tokens",
+        "whole",
+    )
 
     def __init__(
         self, first: int, *, step: int | None = None, position: Any = None, tokens: int | None = None, sequence: int = 0
@@ -39,6 +53,12 @@ class Pass:
         """Which sequence its tokens belong to: those of one are joined."""
         self.beams: bool = False
         """Whether rows may have changed places before it."""
+        self.begins: list[int] | None = None
+        """Of a call that is given the tokens of the steps before once more, as without a cache: where in it those of
+        each step begin. It may go on with steps to come, and is empty where nobody can tell; ``None`` if all are new.
+        """
+        self.whole: Pass | None = None
+        """Of one that stands for a step among those of a call (``by_step``): the call."""
 
     @property
     def position(self) -> int | None:
@@ -50,6 +70,20 @@ class Pass:
     def set_position(self, position: Any) -> None:
         """Say where its first token is; a tensor is read when somebody asks."""
         self._position = position
+
+    def by_step(self) -> Iterator[Pass]:
+        """For a call that is given the tokens of earlier steps once more: what each step is with a cache.
+
+        >>> call = Pass(0, step=2, position=0, tokens=7)
+        >>> call.begins = [0, 5, 6]
+        >>> [(one.step, one.position, one.tokens) for one in call.by_step()]
+        [(0, 0, 5), (1, 5, 1), (2, 6, 1)]
+        """
+        begins = (self.begins or [])[: (self.step or 0) + 1]
+        for step, (start, stop) in enumerate(pairwise([*begins, self.tokens or 0])):
+            one = Pass(self.first, step=step, position=start, tokens=stop - start, sequence=self.sequence)
+            one.whole, one.rows, one.beams = self, self.rows, self.beams
+            yield one
 
     def plain(self) -> list[Any]:
         """What a file holds of it."""
@@ -88,6 +122,16 @@ def leave(ended: Pass) -> None:
     """It is over; if another has taken its place meanwhile, that one stays."""
     if _running.get() is ended:
         _running.set(None)
+
+
+@contextlib.contextmanager
+def standing_in(one: Pass) -> Iterator[None]:
+    """Inside of the block, the current call is this step of it alone (``Pass.by_step``)."""
+    before = _running.set(one)
+    try:
+        yield
+    finally:
+        _running.reset(before)
 
 
 class Passes:

@@ -54,9 +54,13 @@ class Part:
     def put(self, tensor: Tensor, new: Tensor) -> Tensor:
         """A copy of the tensor with another part; autograd follows both."""
         result = tensor.clone(memory_format=torch.contiguous_format) if self.in_order else tensor.clone()
+        self.write(result, new)
+        return result
+
+    def write(self, result: Tensor, new: Tensor) -> None:
+        """Put another part into a tensor itself, which is nobody else's."""
         for arranged in (self.arranged, *self.copies):
             arranged(result)[self.index] = new
-        return result
 
     def fitted(self, new: Any, part: Tensor) -> Any:
         """What belongs to the part of a tensor that was made for the whole; any other is for the part as it is."""
@@ -129,6 +133,20 @@ def part(
     placed = tuple(one if isinstance(one, slice) else _placed(one, tensor) for one in index_)
     first, *others = (_then(view, arranged) for view in _views(axis))
     return Part(first, placed, tuple(tensor.shape), tuple(others))
+
+
+def positions(tensor: Tensor, known: KnownHeads = UNKNOWN, dim: int | None = None) -> int:
+    """How many positions there are in a tensor to choose from, along ``dim`` if one is named.
+
+    >>> positions(torch.zeros(2, 6, 32))
+    6
+    """
+    _refuse_distributed(tensor)
+    if dim is not None:
+        return tensor.shape[_dim(dim, tensor)]
+    spread = _spread(tensor, known, None, slice(None), None)
+    whole = tensor if spread is None else spread(tensor)
+    return whole.shape[position_dim(whole, None, known)]
 
 
 def _refuse_distributed(tensor: Tensor) -> None:

@@ -137,6 +137,7 @@ class Watch(Openable):
         self._steps: _Counted = steps
         self._threads: Threads = threads
         self._session: Session | None = None
+        self._failed = False
         self._sites = len(engine.watched.targets)
         self._made()
 
@@ -152,9 +153,7 @@ class Watch(Openable):
         """The newest statistics, by site and name."""
         self._needs_opening("last")
         if not self.history:
-            raise SessionError(
-                "no step has been measured to its end yet: a step ends with the next one, with flush() or with close()."
-            )
+            raise SessionError(self._why_nothing())
         return self.history[-1].sites
 
     @property
@@ -247,6 +246,7 @@ class Watch(Openable):
         finally:
             # A step that an error cut short is not like the others, so it is not measured.
             self._engine.close(finished=error is None)
+        self._failed = error is not None
         if error is None:
             self._report()
         # Whoever keeps the watch for its history does not keep the model.
@@ -256,11 +256,8 @@ class Watch(Openable):
     def _report(self) -> None:
         """Warn about what never ran."""
         engine = self._engine
-        if not self.history:
-            waiting = f"none of the {engine.next - engine.started} steps was a multiple of every={engine.every}"
-            nothing = engine.next == engine.started or bool(engine.missing)
-            why = "the model was not called" if nothing else waiting
-            warn(f"watch measured nothing: {why}.", NeverRanWarning)
+        if not self.history and self.history.maxlen != 0:
+            warn(f"watch measured nothing: {self._why_closed_empty()}.", NeverRanWarning)
             return
         silent = [t.site for t in engine.watched.in_step if t.site not in engine.seen]
         if silent:
@@ -268,6 +265,23 @@ class Watch(Openable):
             more = [f"  … and {len(silent) - 10} more"] if len(silent) > 10 else []
             what = f"{len(silent)} watched {plural(len(silent), 'site')}"
             warn("\n".join([f"{what} never ran:", *lines, *more]), NeverRanWarning)
+
+    def _why_nothing(self) -> str:
+        """Why there is no snapshot."""
+        if self._engine.history.maxlen == 0:
+            return "history=0 keeps no snapshot: what is measured goes to log= alone."
+        if self._life == "closed":
+            return f"this watch is closed, and it measured nothing: {self._why_closed_empty()}."
+        return "no step has been measured to its end yet: a step ends with the next one, with flush() or with close()."
+
+    def _why_closed_empty(self) -> str:
+        engine = self._engine
+        if engine.next == engine.started:
+            return "the model was not called"
+        if self._failed:
+            return "an error ended the block before a measured step was over"
+        waiting = f"none of the {engine.next - engine.started} steps was a multiple of every={engine.every}"
+        return "the model was not called" if engine.missing else waiting
 
     def __del__(self) -> None:
         super().__del__()
@@ -283,7 +297,8 @@ class Watch(Openable):
     def table(self) -> Table:
         """The newest statistics as a table."""
         self._needs_opening("table()")
-        table = self.history[-1].table() if self.history else Table("no step measured yet", [], [])
+        nothing = self._why_nothing() if self._life == "closed" else "no step measured yet"
+        table = self.history[-1].table() if self.history else Table(nothing, [], [])
         table.notes += [alarm.message for alarm in self.alarms]
         if count := self._engine.unmeasured:
             verb = plural(count, "is no step", "are no steps")

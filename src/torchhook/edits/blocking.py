@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchhook import _torch
+from torchhook._recording import steps as passes
 from torchhook._recording.address import Site
 from torchhook._values import parts
 from torchhook._values.choices import Along, Which, choice
@@ -84,10 +85,20 @@ class Block(CataloguedEdit):
         way = _WAYS.get(site.op or "")
         if way is None:
             raise EditError(f"{site.shown}: edits.block acts on the inputs of {', '.join(_WAYS)}.")
+        now = passes.current()
         try:
-            return way(self, value, known)
+            return way(self if now is None or now.whole is None else self._of_step(now), value, known)
         except NoPart as error:
             raise EditError(f"{site.shown}: {self!r}: {error}") from None
+
+    def _of_step(self, step: passes.Pass) -> Block:
+        """The edges that are cut in a step with a cache, counted in a call that is given the tokens of all steps."""
+        start = step.position or 0
+        stop = start + (step.tokens or 0)
+        queries = np.arange(start, stop)[parts.index(self.queries, stop - start, "queries")]
+        # It had no keys yet of the steps after it.
+        keys = np.arange(stop)[parts.index(self.keys, stop, "keys")]
+        return replace(self, queries=queries.tolist(), keys=keys.tolist())
 
     def cut(self, shape: tuple[int, ...], heads: HeadAxis | None, device: torch.device) -> Tensor:
         """Where edges are cut in scores of this shape; dims in which all are alike have size 1."""

@@ -26,7 +26,7 @@ from torchhook.edits.changing import (
     change_one,
     check,
     fitting,
-    mismatch,
+    other_record,
     refuse_nested,
     with_nested,
     with_recorded,
@@ -53,7 +53,9 @@ class _Replace(CataloguedEdit):
         if isinstance(new, Tensor) and new.is_nested:
             return with_nested(new, value, site)
         if isinstance(new, (Tensor, int, float)):
-            return change_one(lambda t: like(fitting(new, t, site).expand_as(t), t), value, site, "replace", True)
+            return change_one(
+                lambda t: like(fitting(new, t, site, "replace").expand_as(t), t), value, site, "replace", True
+            )
         return tree.map_tensors(torch.clone, new)  # the model may write to it
 
     def within(self, part: Part, whole: Tensor) -> Edit:
@@ -74,7 +76,7 @@ class _Add(CataloguedEdit):
     vector: Tensor | float
 
     def __call__(self, value: Any, site: Site) -> Any:
-        return change_one(lambda t: t + fitting(self.vector, t, site), value, site, "add")
+        return change_one(lambda t: t + fitting(self.vector, t, site, "add"), value, site, "add")
 
     def within(self, part: Part, whole: Tensor) -> Edit:
         return lambda value, site: _Add(part.fitted(self.vector, value))(value, site)
@@ -224,7 +226,7 @@ class _Patch(CataloguedEdit):
         def mix(tensor: Tensor) -> Tensor:
             new = placed_like(like(found[0], tensor), tensor)
             if new.shape != tensor.shape:
-                raise mismatch(site, "shape", tuple(tensor.shape), tuple(new.shape))
+                raise other_record(site, "shape", tuple(tensor.shape), tuple(new.shape))
             if self.mask is not None:
                 return self._masked(self.mask, tensor, new, site)
             chosen = self._part(tensor, site, known)

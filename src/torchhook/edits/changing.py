@@ -39,10 +39,25 @@ def _check_tensor(old: Tensor, new: Tensor, site: Site) -> None:
             raise mismatch(site, what, was, now)
 
 
-def mismatch(site: Site, what: str, expected: object, found: object) -> EditError:
+_RETURN = "Return a value like the one that passes."
+_RECORD = "Patch with what was recorded for inputs of the same sizes."
+_NESTED = "A nested tensor fits one with the same rows only."
+
+
+def mismatch(site: Site, what: str, expected: object, found: object, way: str = _RETURN) -> EditError:
+    return EditError(f"{site.shown}: the edit changes the {what}: expected {expected}, found {found}. {way}")
+
+
+def other_record(site: Site, what: str, expected: object, found: object) -> EditError:
+    """What was recorded is unlike the value that it is to take the place of."""
+    return mismatch(site, what, expected, found, _RECORD)
+
+
+def _misfit(site: Site, name: str, what: str, expected: object, found: object, way: str) -> EditError:
+    """A tensor or number that was given to an edit does not fit the value: nobody has returned anything."""
     return EditError(
-        f"{site.shown}: the edit changes the {what}: expected {expected}, found {found}. "
-        "Return a value like the one that passes."
+        f"{site.shown}: the {what} of what edits.{name} was given does not fit the value that passes: expected "
+        f"{expected}, found {found}. {way}"
     )
 
 
@@ -94,17 +109,17 @@ def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
     return tree.put(value, found[0], lambda tensor: _changed(change, tensor, by_rows))
 
 
-def fitting(new: Tensor | float, old: Tensor, site: Site) -> Tensor:
-    """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape."""
+def fitting(new: Tensor | float, old: Tensor, site: Site, name: str) -> Tensor:
+    """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape; the edit's name is told."""
     given = torch.as_tensor(new)
     if given.is_nested and not old.is_nested:
-        raise mismatch(site, "shape", shape(old), shape(given))
+        raise _misfit(site, name, "shape", shape(old), shape(given), _NESTED)
     if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
-        raise mismatch(site, "dtype", old.dtype, given.dtype)
+        raise _misfit(site, name, "dtype", old.dtype, given.dtype, "Give one that this dtype can hold.")
     tensor = placed_like(given.to(old.device, old.dtype), old)
     if broadcasts(tensor.shape, old.shape):
         return tensor
-    raise mismatch(site, "shape", shape(old), shape(tensor))
+    raise _misfit(site, name, "shape", shape(old), shape(tensor), "Give one that broadcasts to it.")
 
 
 def broadcasts(given: torch.Size, to: torch.Size) -> bool:
@@ -123,7 +138,7 @@ def with_nested(new: Tensor, value: Any, site: Site) -> Any:
     """The value with a copy of a nested tensor in the place of its one tensor."""
     for tensor in tree.tensors(value):
         if shape(tensor) != shape(new):
-            raise mismatch(site, "shape", shape(tensor), shape(new))
+            raise _misfit(site, "replace", "shape", shape(tensor), shape(new), _NESTED)
     rows = iter(new.unbind())
     return change_one(lambda row: like(next(rows), row), value, site, "replace", by_rows=True)
 
@@ -138,6 +153,9 @@ def with_recorded(recorded: Any, value: Any, site: Site) -> Any:
     """The passing value with the recorded tensors in the place of its own, as copies: the model may write to them."""
     before, after = list(tree.tensors(value)), list(tree.tensors(recorded))
     if len(before) != len(after):  # their classes may differ: a loaded recording has others
-        raise mismatch(site, "structure", _kind(value), _kind(recorded))
+        raise other_record(site, "structure", _kind(value), _kind(recorded))
+    for old, new in zip(before, after, strict=True):
+        if shape(old) != shape(new):
+            raise other_record(site, "shape", shape(old), shape(new))
     fitted = (placed_like(like(new, old), old) for old, new in zip(before, after, strict=True))
     return tree.with_tensors(value, fitted)

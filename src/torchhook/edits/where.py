@@ -17,6 +17,7 @@ from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
 from torchhook._values.parts import Part
 from torchhook._words import plural
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
+from torchhook.edits.by_step import by_step, in_one_call, of_step, steps_of
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
 from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
@@ -57,7 +58,9 @@ def only(
             ``(N, T, 3, heads, size)``. In values of four dims they are the dim that has as many; of
             ``(N·heads, T, D)``, as some products are taken, the edit sees ``(N, heads, T, D)``.
         steps: Which steps of a generation: 0 is the prompt, 1 the first token after it. A pass outside of one is
-            step 0. Steps that never come are told of when the block ends (``NeverRanWarning``).
+            step 0. Without a cache, where a call is given the tokens of earlier steps again, each token belongs to the
+            step that it came with, and the edit sees one step at a time, as with a cache. Steps that never come are
+            told of when the block ends (``NeverRanWarning``).
     """
     chosen = {
         "positions": choice(positions, "positions", lines=True),
@@ -101,6 +104,7 @@ class Only(CataloguedEdit):
         return self.apply(value, site, UNKNOWN)
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Edit:
+        known = of_step(known)
         return _Placed(replace(self, edit=placed(self.edit, site, known)), known(), set())
 
     @property
@@ -118,9 +122,32 @@ class Only(CataloguedEdit):
     def apply(self, value: Any, site: Site, known: KnownHeads) -> Any:
         """Edit a value at a site where this much is known of the heads."""
         # Only who asks for steps looks for one: compiled code cannot.
-        if self.steps is not None and not _is_chosen(self.steps, _step()):
+        now = passes.current() if self.asks_step else None
+        if now is not None and now.begins is not None:
+            return self._by_step(now, value, site, known)
+        if self.steps is not None and not self._means(_step()):
             return None
+        if now is not None and now.whole is not None and changes_call(self.edit):  # the call itself cannot be divided
+            return in_one_call(self.edit, value, site, known, now)
+        return self._now(value, site, known)
+
+    def _means(self, step: int) -> bool:
+        return self.steps is None or _is_chosen(self.steps, step)
+
+    def _now(self, value: Any, site: Site, known: KnownHeads) -> Any:
         return self._edited(self.edit, value, site, known) if self._is_of_parts else self.edit(value, site)
+
+    def _by_step(self, now: passes.Pass, value: Any, site: Site, known: KnownHeads) -> Any:
+        """Edit the tokens of the chosen steps as with a cache, where a call is given those of several."""
+        if not any(map(self._means, range((now.step or 0) + 1))):
+            return None
+        chosen = [one for one in steps_of(now, site) if self._means(one.step or 0)]
+        if changes_call(self.edit):
+            for one in chosen:
+                value = in_one_call(self.edit, value, site, known, one)
+            return value
+        dim = self.positions.dim if isinstance(self.positions, Along) else None
+        return by_step(lambda part, site: self._now(part, site, known), value, site, known, chosen, dim)
 
     def _edited(self, edit: Edit, value: Any, site: Site, known: KnownHeads) -> Any:
         # Leaves are found first: parts are those of one tensor.
@@ -169,6 +196,10 @@ class _Placed(CataloguedEdit):
     @property
     def changes_call(self) -> bool:  # type: ignore[override]
         return self.edit.changes_call
+
+    @property
+    def asks_step(self) -> bool:  # type: ignore[override]
+        return self.edit.asks_step
 
     def steps_to_come(self) -> Iterator[StepsToCome]:
         if self.edit.steps is not None and (left := _never_came(self.edit.steps, self.seen)):

@@ -13,7 +13,7 @@ from torchhook.plot import style
 def lens(
     result: Lens,
     *,
-    row: int = 0,
+    sample: int = 0,
     tokens: Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
     title: str | None = None,
@@ -25,20 +25,20 @@ def lens(
     >>> import torch
     >>> figure = lens(Lens(["@resid_post.0", "@resid_post.1"], lambda site: torch.randn(1, 3, 9), top=1))
 
-    ``row`` is the row of the batch, ``positions`` those to show (all, unless said otherwise), ``tokens`` the input's
+    ``sample`` is the row of the batch, ``positions`` those to show (all, unless said otherwise), ``tokens`` the input's
     own tokens, which name the columns.
     """
     rows, count = result.tokens.shape[1:3]
-    if not -rows <= row < rows:
-        raise ValueError(f"row={row}: the lens has {counted(rows, 'row')}.")
+    if not -rows <= sample < rows:
+        raise ValueError(f"sample={sample}: the lens has {counted(rows, 'row')}.")
     if outside := [p for p in positions or () if not -count <= p < count]:
         raise ValueError(f"positions {outside} are out of range: the lens has {counted(count, 'position')}.")
     shown = list(range(count)) if positions is None else [range(count)[p] for p in positions]
     if tokens is not None and len(tokens) != count:
         raise ValueError(f"{counted(len(tokens), 'token')} cannot name {counted(count, 'position')}.")
     sites = list(range(len(result.sites)))[::-1]
-    values = result.probabilities[sites][:, row, shown, 0].double().numpy()
-    words = [[_word(result.name(int(result.tokens[i, row, p, 0]))) for p in shown] for i in sites]
+    values = result.probabilities[sites][:, sample, shown, 0].double().numpy()
+    words = [[_word(result.name(int(result.tokens[i, sample, p, 0]))) for p in shown] for i in sites]
     width, height = min(max(0.75 * len(shown) + 2.4, 4.6), 16), min(max(0.3 * len(sites) + 1.5, 2.6), 13)
     figure, ax = style.single(width, height, ax, fig)
     cmap = style.colormap("Blues")
