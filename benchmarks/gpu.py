@@ -90,7 +90,6 @@ class Bench:
 
         return copies
 
-
     def side_stream(self, model: nn.Module, names: list[str], run: Run) -> Run:
         """Bare hooks that copy on a stream of their own, into memory that is there: none comes before it is made."""
         if self.sizes.device != "cuda":
