@@ -69,6 +69,11 @@ def result() -> Sweep:
     return Sweep(values, ["h.0", "h.1"], [0, 1, 2], 1.0, 0.0)
 
 
+def test_a_title_too_long_for_a_line_breaks_between_its_parts() -> None:
+    figure = plot.sweep(Sweep(torch.ones(6, 7), list("abcdef"), list(range(7)), 1.2345, -0.0003125))
+    assert figure.axes[0].get_title(loc="left") == "Patching 6 sites:\nclean 1.234, corrupted -0.0003125"
+
+
 def test_positions_can_have_names(result: Sweep) -> None:
     ax = plot.sweep(result, tokens=["the", "cat", "sat"]).axes[0]
     assert [t.get_text() for t in ax.get_xticklabels()] == ["the", "cat", "sat"]
