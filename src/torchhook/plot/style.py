@@ -147,10 +147,6 @@ def heading(figure: Figure, text: str) -> None:
 def _wrapped(text: str, width: float) -> str:
     """A title in as many lines as it needs at its size, which is the same in every picture."""
     letters = max(int(width / (0.56 * TITLE / 72)), 12)
-    name, colon, rest = text.partition(": ")
-    # Where it says something of something, between the two: a number alone on its line belongs to nothing.
-    if colon and len(text) > letters and max(len(name) + 1, len(rest)) <= letters:
-        return f"{name}:\n{rest}"
     return "\n".join(line for part in text.split("\n") for line in textwrap.wrap(part, letters) or [""])
 
 
