@@ -22,8 +22,15 @@ class DoctestBlocks(griffe.Extension):
                 file = room.members.get(name)
                 # ``torchhook.plot.overlay`` is the function, since the import comes last; griffe takes it for the file.
                 if isinstance(file, griffe.Module) and target == f"{file.path}.{name}":
-                    room.members[name] = griffe.Alias(name, file.members[name], parent=room)
+                    function = file.members[name]
+                    room.members[name] = griffe.Alias(name, function, parent=room)
+                    # Behind an alias nobody comes by again.
+                    _fenced(function)
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+        _fenced(obj)
+
+
+def _fenced(obj: Any) -> None:
+    if obj.docstring is not None and "```pycon" not in obj.docstring.value:
+        obj.docstring.value = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
