@@ -13,6 +13,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)[
 _NOTEBOOK = re.compile(r"\]\((?:\.\./)((?:\.\./)*)examples/([^)/]+\.ipynb)\)")
 _LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _TEXT = r"\1"
+_OPTION = re.compile(r"<code>(-[^<\n]{1,24})</code>")
 _pages: dict[str, tuple[str, str]] = {}
 
 
@@ -36,7 +37,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Messages are long lines of prose, and wrap; the tree of errors is a picture, and does not."""
+    """Messages are long lines of prose, and wrap; the tree of errors is a picture, and does not.
+
+    Options of the command stay in one piece: a line may end after a hyphen, which cuts ``--stop`` in two.
+    """
+    html = _OPTION.sub(r'<code class="option">\1</code>', html)
     one = page.file.src_uri.startswith("errors/") and not page.is_index
     return f'<div class="messages">{html}</div>' if one else html
 

@@ -664,6 +664,11 @@ def test_the_overlay_is_a_figure() -> None:
     x = torch.rand(2, 3, 16, 16)
     figure = cam(Small().eval(), x, 1).overlay(x, alpha=0.5)
     assert len([ax for ax in figure.axes if ax.images]) == 2
+    # What the maps are of, though nobody knows the names of the classes; and the whole range of the maps.
+    assert [ax.get_title() for ax in figure.axes[:2]] == ["class 1", "class 1"]
+    assert figure.axes[0].images[1].get_clim() == (0, 1)
+    own = cam(Small().eval(), x, lambda output: output.mean(1)).overlay(x)
+    assert "lambda" in own.axes[0].get_title()
 
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"channels": 0}])

@@ -123,15 +123,15 @@ def test_what_images_were_prepared_with_is_printed_and_stored_and_so_are_their_c
         image.new("RGB", (9, 8)).save(tmp_path / "photos" / name)
     line = ("extract", SMALL, "--data", tmp_path / "photos", "-s", "0", "-o", tmp_path / "f", "--no-progress")
     done = torchhook(*line)
-    assert "3 images, prepared so: bicubic to 256, cropped to 224 × 224, mean 0.485, 0.456, 0.406, std" in done.err
+    assert "3 images, prepared so: bilinear to 256, cropped to 224 × 224, mean 0.485, 0.456, 0.406, std" in done.err
     assert "(as for ImageNet: the model does not say; --size, --mean and --std do)" in done.err
     assert "as for ImageNet" not in torchhook(*line, "--no-resume", "--size", 8, "--mean", 0.5, "--std", 0.5).err
     shown = torchhook("features", "info", tmp_path / "f").out
-    assert "images: bicubic to 8, cropped to 8 × 8, mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in shown
+    assert "images: bilinear to 8, cropped to 8 × 8, mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in shown
     assert "classes: cat, dog" in shown
     found = json.loads(torchhook("features", "info", tmp_path / "f", "--json").out)
     assert found["classes"] == ["cat", "dog"]
-    assert found["preparation"].startswith("bicubic to 8")
+    assert found["preparation"].startswith("bilinear to 8")
     features = open_features(tmp_path / "f")
     assert [features.classes[label] for label in features.labels[:]] == ["cat", "cat", "dog"]
 

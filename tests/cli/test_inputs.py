@@ -158,20 +158,20 @@ def test_how_an_image_was_prepared_is_said_and_can_be_by_every_command(
     for options, said in (
         (
             (),
-            f"bicubic to 256, cropped to 224 × 224, {imagenet} "
+            f"bilinear to 256, cropped to 224 × 224, {imagenet} "
             "(as for ImageNet: the model does not say; --size, --mean and --std do)",
         ),
         (
             ("--size", 32),
-            f"bicubic to 32, cropped to 32 × 32, {imagenet} "
+            f"bilinear to 32, cropped to 32 × 32, {imagenet} "
             "(normalized as for ImageNet: the model does not say; --mean and --std do)",
         ),
         (
             ("--mean", 0.5, "--std", 0.25),
-            f"bicubic to 256, cropped to 224 × 224, {half} "
+            f"bilinear to 256, cropped to 224 × 224, {half} "
             "(resized as for ImageNet: the model does not say; --size does)",
         ),
-        (("--size", 32, "--mean", 0.5, "--std", 0.25), f"bicubic to 32, cropped to 32 × 32, {half}"),
+        (("--size", 32, "--mean", 0.5, "--std", 0.25), f"bilinear to 32, cropped to 32 × 32, {half}"),
     ):
         done = torchhook(*line, *options)
         assert (done.code, done.err) == (0, f"0.png, prepared so: {said}\n")

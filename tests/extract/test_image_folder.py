@@ -59,9 +59,42 @@ def test_settings_are_taken_from_the_model(folder):
     assert ImageFolder.for_model(folder, nn.Identity()).size == (224, 224)
 
 
+# Odd and even remainders on either side, tall and wide, smaller than the crop, a strip; chelsea is 451 × 300.
+@pytest.mark.parametrize(
+    "size", [(451, 300), (300, 451), (257, 384), (500, 333), (333, 500), (601, 401), (224, 224), (37, 90), (1000, 61)]
+)
+def test_the_preparation_for_imagenet_is_torchvisions_to_the_pixel(tmp_path, size):
+    vision = pytest.importorskip("torchvision").transforms
+    own = vision.Compose(
+        [
+            vision.Resize(256),
+            vision.CenterCrop(224),
+            vision.ToTensor(),
+            vision.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    pixels = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    assert torch.equal(ImageFolder(tmp_path).load("a.png"), own(Image.fromarray(pixels)))
+
+
+@pytest.mark.parametrize(("resize", "crop"), [(232, 224), (235, 224), (342, 299), (518, 518), (70, 65)])
+def test_any_crop_and_interpolation_is_cut_as_torchvision_cuts(tmp_path, resize, crop):
+    vision = pytest.importorskip("torchvision").transforms
+    bicubic = vision.InterpolationMode.BICUBIC
+    own = vision.Compose([vision.Resize(resize, bicubic), vision.CenterCrop(crop), vision.ToTensor()])
+    pixels = np.random.default_rng(0).integers(0, 255, (300, 451, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    ours = ImageFolder(
+        tmp_path, size=crop, crop=crop / resize, interpolation="bicubic", mean=(0.0,) * 3, std=(1.0,) * 3
+    )
+    assert ours.preparation.startswith(f"bicubic to {resize}, cropped to {crop} × {crop}")
+    assert torch.equal(ours.load("a.png"), own(Image.fromarray(pixels)))
+
+
 def test_a_path_is_enough(folder, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    with pytest.warns(DataWarning, match=r"as for ImageNet: bicubic to 256, cropped to 224 × 224, mean 0.485, .*size="):
+    with pytest.warns(DataWarning, match=r"as for ImageNet: bilinear to 256, cropped to 224 × 224, mean 0.485.*size="):
         features = extract(model, folder, "0", tmp_path / "f", transform=transforms.pool("mean"), progress=False)
     assert list(features.ids) == ["cat/a.png", "cat/b.png", "dog/deep/y.png", "dog/x.PNG"]
     assert features.labels[:].tolist() == [0, 0, 2, 1]
@@ -193,7 +226,7 @@ def test_any_function_of_an_image_prepares_it(folder, tmp_path):
 
 def test_the_preparation_and_the_classes_are_kept_with_the_features(folder, tmp_path):
     data = ImageFolder(folder, size=16, crop=0.8, mean=(0.5,) * 3, std=(0.25,) * 3)
-    assert data.preparation == "bicubic to 20, cropped to 16 × 16, mean 0.5, 0.5, 0.5, std 0.25, 0.25, 0.25"
+    assert data.preparation == "bilinear to 20, cropped to 16 × 16, mean 0.5, 0.5, 0.5, std 0.25, 0.25, 0.25"
     for name, rows in (("f", data), ("g", torch.utils.data.Subset(data, [3, 0]))):
         features = extract(nn.Sequential(nn.Flatten()), rows, "0", tmp_path / name, progress=False)
         assert features.classes == ["cat", "dog", "dog/deep"]

@@ -121,6 +121,7 @@ def test_what_a_query_looks_at_is_drawn_over_the_image(keys: int, query: int | N
     maps = torch.rand(1, 1, keys, keys)
     maps[0, 0, expected, keys - 49 + 24] = 50.0
     figure = attention(maps, image=torch.rand(1, 3, 70, 70), query=query)
+    assert figure.axes[-1].get_ylabel() == "weight"  # the color bar
     heat = np.asarray(figure.axes[0].images[1].get_array())
     assert np.unravel_index(heat.argmax(), heat.shape) == pytest.approx((35, 35), abs=5)
 
@@ -157,7 +158,7 @@ def test_a_vision_transformer_with_registers_is_drawn_over_its_image() -> None:
     image = torch.rand(1, 3, 64, 64)
     for name, more in (("vit_tiny_patch16_224", {"reg_tokens": 4}), ("deit_tiny_distilled_patch16_224", {})):
         model = timm.create_model(name, img_size=64, depth=1, num_classes=3, **more).eval()
-        assert len(attention(attention_maps(model, image), image=image).axes) == 3
+        assert len(attention(attention_maps(model, image), image=image).axes) == 3 + 1  # heads, and a color bar
 
 
 @pytest.mark.parametrize("keys", [7, 10, 27])

@@ -69,6 +69,11 @@ def result() -> Sweep:
     return Sweep(values, ["h.0", "h.1"], [0, 1, 2], 1.0, 0.0)
 
 
+def test_the_title_of_a_sweep_breaks_between_its_parts() -> None:
+    figure = plot.sweep(Sweep(torch.ones(6, 7), list("abcdef"), list(range(7)), 1.2345, -0.0003125))
+    assert figure.axes[0].get_title(loc="left") == "Patching 6 sites\nclean 1.234, corrupted -0.0003125"
+
+
 def test_positions_can_have_names(result: Sweep) -> None:
     ax = plot.sweep(result, tokens=["the", "cat", "sat"]).axes[0]
     assert [t.get_text() for t in ax.get_xticklabels()] == ["the", "cat", "sat"]
@@ -88,7 +93,7 @@ def test_both_tokens_stand_where_two_prompts_differ(result: Sweep) -> None:
 def test_a_metric_that_is_the_same_for_both_is_said() -> None:
     figure = plot.sweep(Sweep(torch.ones(2, 1), ["a", "b"], None, 1.5, 1.5))
     title = figure.axes[0].get_title(loc="left").replace("\n", " ")
-    assert title == "Patching 2 sites: clean and corrupted are both 1.5, nothing to bring back"
+    assert title == "Patching 2 sites: nothing to bring back clean and corrupted are both 1.5"
     asked = plot.sweep(Sweep(torch.ones(2, 1), ["a", "b"], None, 1.5, 1.5), normalized=False)
     assert "nothing" not in asked.axes[0].get_title(loc="left")
 

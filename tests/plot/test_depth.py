@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,22 @@ def test_one_huge_layer_does_not_flatten_the_others() -> None:
     ordinary = {str(i): torch.randn(50) for i in range(20)}
     assert statistics(ordinary).axes[0].get_yscale() == "linear"
     assert statistics({**ordinary, "huge": torch.randn(50) * 1e6}).axes[0].get_yscale() == "symlog"
+
+
+@pytest.mark.parametrize("smallest", [-3, -7, -20])
+def test_small_layers_are_no_line_and_the_labels_of_the_scale_do_not_overlap(smallest: int) -> None:
+    """Over many powers of ten, most layers being small."""
+    places = np.linspace(1, smallest, 12)
+    figure = statistics({str(i): torch.randn(99) * 10.0**place for i, place in enumerate(places)})
+    figure.canvas.draw()
+    upper = figure.axes[0]
+    boxes = sorted((t.get_window_extent() for t in upper.get_yticklabels()), key=lambda box: box.y0)
+    assert len(boxes) >= 5
+    assert all(above.y0 > below.y1 for below, above in itertools.pairwise(boxes))
+    # How high the band of each layer is drawn, of the six powers of ten that there is room for.
+    top = upper.transData.transform(np.column_stack([np.arange(12), upper.lines[1].get_ydata()]))[:, 1]
+    zero = upper.transData.transform((0, 0))[1]
+    assert (top - zero)[places > -4].min() > 0.03 * upper.bbox.height
 
 
 def test_gradient_flow_shows_the_gradients_of_a_recording_from_the_first_layer_to_the_last() -> None:

@@ -49,19 +49,30 @@ def test_a_recording_of_several_layers_has_one_map_of_each() -> None:
     with th.capture(model, "*") as recording:
         model(torch.randn(2, 3, 8, 8))
     figure = feature_maps(recording)
-    assert [ax.get_title() for ax in figure.axes] == ["0", "1", "2", "3"]
+    assert [ax.get_title() for ax in figure.axes] == ["0", "1", "2 · vector", "3 · vector"]
     np.testing.assert_allclose(pictures(figure)[0].get_array(), recording["0"][0].norm(dim=0).numpy(), atol=1e-6)
 
 
-def test_a_map_of_a_whole_layer_is_smooth_and_one_of_a_channel_is_not() -> None:
+def test_maps_of_a_whole_layer_and_of_a_channel_are_both_sharp() -> None:
     x = torch.randn(1, 8, 7, 7)
-    assert {p.get_interpolation() for p in pictures(feature_maps(x))} == {"nearest"}
-    for reduce in ("mean", "max", "norm"):
-        assert [p.get_interpolation() for p in pictures(feature_maps(x, reduce=reduce))] == ["bicubic"]
-    # Rows and columns that are no places are not smoothed into each other.
-    assert [p.get_interpolation() for p in pictures(feature_maps({"fc": torch.randn(1, 9)}, reduce="mean"))] == [
-        "nearest"
-    ]
+    for reduce in (None, "mean", "max", "norm"):
+        assert {p.get_interpolation() for p in pictures(feature_maps(x, reduce=reduce))} == {"nearest"}
+
+
+@pytest.mark.parametrize(
+    ("count", "columns"),
+    [(3, 3), (5, 3), (6, 3), (8, 4), (9, 3), (10, 5), (16, 4), (24, 6), (32, 8), (64, 8), (100, 10)],
+)
+def test_channels_stand_in_full_rows(count: int, columns: int) -> None:
+    figure = feature_maps(torch.randn(1, 128, 4, 4), channels=count)
+    assert figure.axes[0].get_gridspec().ncols == columns
+
+
+def test_a_vector_is_called_one() -> None:
+    alone = feature_maps({"fc": torch.randn(2, 1000)})
+    assert alone.get_suptitle() == "fc · vector of 1,000 values, no map"
+    several = feature_maps({"conv": torch.randn(2, 3, 4, 4), "fc": torch.randn(2, 1000)})
+    assert [ax.get_title() for ax in several.axes] == ["conv", "fc · vector"]
 
 
 def test_a_place_where_channels_of_both_signs_are_strong_is_seen_in_the_norm_of_a_layer() -> None:

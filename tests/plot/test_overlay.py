@@ -40,6 +40,17 @@ def test_a_constant_or_broken_map_leaves_the_image_as_it_is(photo: torch.Tensor,
     assert np.asarray(figure.axes[0].images[1].get_alpha()).max() == 0
 
 
+def test_the_color_bar_ends_where_the_map_does(photo: torch.Tensor) -> None:
+    heat = torch.rand(40, 60) * 0.5
+    heat[3, 4], heat[9, 9] = 0.0, 1.0  # a single one, which a percentile leaves out
+    bar = overlay(photo, heat).axes[-1]
+    assert [label.get_text() for label in bar.get_yticklabels()][:: len(bar.get_yticks()) - 1] == ["0", "1"]
+
+
+def test_a_map_with_a_title_still_tells_its_flaws(photo: torch.Tensor) -> None:
+    assert overlay(photo, torch.zeros(4, 6), titles=["cat"]).axes[0].get_title() == "cat · constant 0"
+
+
 def test_a_batch_has_a_panel_each_and_one_image_may_have_many_maps(photo: torch.Tensor) -> None:
     batch = torch.stack([photo, photo, photo])
     for image in (batch, photo):

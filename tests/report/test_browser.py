@@ -175,6 +175,39 @@ def test_a_narrow_page_needs_no_sideways_scrolling(browser: Any, photo: Path) ->
     page.close()
 
 
+@pytest.mark.parametrize("width", [1400, 1300, 1200, 1100, 1000, 900, 861, 860, 768, 600, 400, 360])
+def test_no_column_is_cut_at_any_width_and_the_margins_are_even(browser: Any, photo: Path, width: int) -> None:
+    tab = Tab(browser, viewport={"width": width, "height": 800})
+    page = tab.open(photo)
+    assert page.eval_on_selector("#tree", "tree => tree.scrollWidth <= tree.clientWidth")
+    cut = "cells => cells.filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)"
+    for kind in ("type", "params", "time", "memory", "dtype"):
+        assert page.eval_on_selector_all(f".columns .c-{kind}, .row .c-{kind}", cut) == []
+    left, right = page.eval_on_selector(
+        "#detail",
+        """detail => {
+            const box = detail.getBoundingClientRect(), inside = detail.querySelector(".look").getBoundingClientRect();
+            const last = detail.querySelector(".look > :last-child").getBoundingClientRect();
+            return [inside.left - box.left, box.right - last.right];
+        }""",
+    )
+    assert left == right
+    page.close()
+
+
+def test_the_bar_of_the_longest_time_lies_under_its_number(page: Any) -> None:
+    page.eval_on_selector(".row .c-time i", "bar => { bar.style.width = '100%'; }")
+    bar, number = page.eval_on_selector(
+        ".row .c-time:has(i)",
+        """cell => {
+            const text = document.createRange();
+            text.selectNodeContents(cell.lastChild);
+            return [cell.firstChild.getBoundingClientRect().top, text.getBoundingClientRect().bottom];
+        }""",
+    )
+    assert bar >= number - 2  # the line of the text has room for letters that go below it, which numbers do not
+
+
 def test_every_time_has_one_unit_and_bars_are_shares_of_the_model(page: Any) -> None:
     times = page.eval_on_selector_all("#rows .c-time", "all => all.map(t => t.textContent).filter(Boolean)")
     assert {text.split()[-1] for text in times} == {"ms"}

@@ -45,7 +45,7 @@ class CAM:
         """Draw the maps over the images and return the figure; options are those of ``th.plot.overlay``."""
         from torchhook.plot import overlay
 
-        return overlay(image, self.map, **{"titles": self.names, **options})
+        return overlay(image, self.map, **{"titles": self._titles(), **options})
 
     def table(self) -> Table:
         """How the maps were made."""
@@ -70,9 +70,14 @@ class CAM:
             return ""
         from torchhook.plot import feature_maps
 
-        targets = [self.target] * len(self.map) if isinstance(self.target, str) else self.names or self.target
-        maps = {f"{i}: {target}": self.map[i : i + 1, None] for i, target in enumerate(targets[:_SHOWN])}
+        maps = {f"{i}: {title}": self.map[i : i + 1, None] for i, title in enumerate(self._titles()[:_SHOWN])}
         return picture(feature_maps(maps, cmap="inferno")._repr_png_(), f"maps of {', '.join(maps)}")
+
+    def _titles(self) -> list[str]:
+        """What each map is of: a picture that is passed on has lost the call that made it."""
+        if isinstance(self.target, str):
+            return [self.target] * len(self.map)
+        return self.names or [f"class {number}" for number in self.target]
 
     def _target(self) -> str:
         return self.target if isinstance(self.target, str) else _short(self.names or self.target)

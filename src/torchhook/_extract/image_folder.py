@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 from collections import Counter
@@ -28,7 +29,8 @@ class ImageFolder(Dataset[Any]):
     """Every image below a folder, in the order of their paths. Images in folders of their own are labelled by them.
 
     ``ids`` are the paths, relative to the folder. Images are turned as their camera was held, resized by the shorter
-    side, cropped in the middle and normalized; ``for_model`` takes these settings from a timm model.
+    side, cropped in the middle and normalized, to the pixel as torchvision's ``Resize``, ``CenterCrop`` and
+    ``Normalize`` do it; ``for_model`` takes these settings from a timm model.
 
     Args:
         root: The folder.
@@ -49,7 +51,7 @@ class ImageFolder(Dataset[Any]):
         crop: float = 0.875,
         mean: Sequence[float] = IMAGENET_MEAN,
         std: Sequence[float] = IMAGENET_STD,
-        interpolation: str = "bicubic",
+        interpolation: str = "bilinear",
         prepare: Callable[[Any], Tensor] | None = None,
     ) -> None:
         self.root: Path = Path(root)
@@ -83,8 +85,10 @@ class ImageFolder(Dataset[Any]):
         """
         known = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
         settings: dict[str, Any] = {}
-        if isinstance(known, dict):
-            settings = {ours: known[theirs] for ours, theirs in _SETTINGS.items() if known.get(theirs)}
+        if isinstance(known, dict) and known:
+            # Who writes such settings leaves out what is timm's default, which is not torchvision's.
+            settings = {"interpolation": "bicubic"}
+            settings |= {ours: known[theirs] for ours, theirs in _SETTINGS.items() if known.get(theirs)}
             if known.get("input_size"):
                 settings["size"] = tuple(known["input_size"][-2:])
         settings |= changes
@@ -124,12 +128,8 @@ class ImageFolder(Dataset[Any]):
             return re.sub(r"\s+", " ", ADDRESS.sub("", repr(self.prepare))).replace("( ", "(").replace(" )", ")")
         height, width = self.size
         mean, std = (", ".join(f"{n:g}" for n in part.flatten().tolist()) for part in (self.mean, self.std))
-        # As ``_prepared`` does it.
-        sides = [round(side / self.crop) for side in (height, width)]
-        return (
-            f"{self.interpolation} to {' × '.join(map(str, dict.fromkeys(sides)))}, cropped to {height} × {width}, "
-            f"mean {mean}, std {std}"
-        )
+        large = " × ".join(map(str, dict.fromkeys(self._large())))
+        return f"{self.interpolation} to {large}, cropped to {height} × {width}, mean {mean}, std {std}"
 
     def load(self, name: str) -> Tensor:
         """One image as the model sees it."""
@@ -139,16 +139,27 @@ class ImageFolder(Dataset[Any]):
         with require("PIL.Image", "images").open(self.root / name) as opened:
             return _colors(name, opened)  # reads the file, which is closed after this
 
+    def _large(self) -> tuple[int, ...]:
+        """What height and width are resized to at least, before the middle is cut out."""
+        # Cut off, as timm does it; the little more is for 224 / (224 / 232), which is 232 in the hands of people only.
+        return tuple(math.floor(side / self.crop + 1e-6) for side in self.size)
+
     def _prepared(self, image: Any) -> Tensor:
         pillow = require("PIL.Image", "images")
         if self.prepare is not None:
             return self.prepare(image)
         height, width = self.size
-        scale = max(height / self.crop / image.height, width / self.crop / image.width)
-        # Rounding may lose a pixel, and a crop beyond the edge would be black there.
-        large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
-        image = image.resize(large, getattr(pillow.Resampling, self.interpolation.upper()))
-        left, top = (large[0] - width) // 2, (large[1] - height) // 2
+        high, wide = self._large()
+        # To the pixel as torchvision: the tighter side is as wanted, the other cut off to a whole number.
+        if image.width * high < image.height * wide:
+            high = image.height * wide // image.width
+        else:
+            wide = image.width * high // image.height
+        # A share above 1 leaves less than is wanted, and a crop beyond the edge would be black there.
+        wide, high = max(width, wide), max(height, high)
+        image = image.resize((wide, high), getattr(pillow.Resampling, self.interpolation.upper()))
+        # Rounded, and halves to the even number, which is how torchvision finds the middle.
+        left, top = round((wide - width) / 2), round((high - height) / 2)
         # Not asarray: it gives memory that cannot be written to, and torch warns of that.
         pixels = np.array(image.crop((left, top, left + width, top + height)))
         return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - self.mean) / self.std

@@ -54,7 +54,7 @@ def report(
             one number for each sample or for all. Without it, the most likely class, for a language model at the last
             token; the mean square of an output without classes.
         image: A picture to show in place of the input: whatever ``th.plot.overlay`` takes.
-        tokens: The input's tokens as text.
+        tokens: The input's tokens as text; without them, their numbers are shown.
         labels: The names of the classes: a list, or a dict by number. Without them, those of a transformers config, or,
             for a trained model of torchvision's with as many classes as its own weights, the names of these.
         title: The title of the page; the model's class if left out.

@@ -287,8 +287,16 @@ def _on_image(
     # Without a class token nobody asks for all: what every query looks at, on average.
     rows = weights[:, query] if query is not None else weights[:, 0] if layout.prefix else weights.mean(1)
     side = 3.4 if len(weights) == 1 else 1.9
-    figure, axes = style.panels(len(weights), ax, fig, side, titles=any(labels))
+    figure, axes = style.panels(len(weights), ax, fig, side, titles=any(labels), bar=True)
     for panel, row, label in zip(axes, rows, labels, strict=True):
-        draw(panel, picture, row[layout.prefix :].reshape(layout.grid), alpha, cmap)
-        style.title(panel, label, small=True)
+        heat = row[layout.prefix :].reshape(layout.grid)
+        # Clipped a little, as in a grid of heads: one patch that takes nearly all would leave the others dark.
+        colors = draw(panel, picture, heat, alpha, cmap, clip=0.5)
+        low, high = colors.get_clim()
+        span = f"{style.number(low)} to {style.number(high)}" if len(weights) > 1 else ""
+        style.title(panel, " · ".join(part for part in (label, span) if part), small=True)
+    if ax is None and len(weights) == 1:
+        style.colorbar(axes[0], colors, "weight", beyond="max" if limits(heat, 0)[1] > high else "neither")
+    elif ax is None:
+        style.colorbar(axes[0], style.scale(0, 1, cmap), "weight", over=axes, ends=("low", "top"))
     return figure

@@ -128,9 +128,10 @@ def sweep(
     style.colorbar(ax, image, "0 corrupted, 1 clean" if share else "metric")
     if title is None:
         sites = f"Patching {len(result.sites)} {plural(len(result.sites), 'site')}"
-        title = f"{sites}: clean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
+        # Always in two lines: names of sites take what room they need, and one line ended anywhere between its numbers.
+        title = f"{sites}\nclean {result.clean:.4g}, corrupted {result.corrupted:.4g}"
         if normalized and not share:
-            title = f"{sites}: clean and corrupted are both {result.clean:.4g}, nothing to bring back"
+            title = f"{sites}: nothing to bring back\nclean and corrupted are both {result.clean:.4g}"
     style.title(ax, title)
     return figure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ def statistics(
     upper.plot(x, mean, color=colors.blue, linewidth=1.6, marker="o", markersize=3, label="mean")
     style.chart(upper, y="value")
     upper.tick_params(labelbottom=False)
-    _robust_scale(upper, np.concatenate([low, high, mean - std, mean + std]))
+    _robust_scale(upper, np.stack([low, high, mean - std, mean + std]))
     lower.bar(x, zeros, color=colors.soft, width=0.7, alpha=0.75)
     lower.set_ylim(0, 1)
     style.chart(lower, y="zeros")
@@ -142,12 +143,37 @@ def _width(count: int) -> float:
 
 
 def _robust_scale(ax: Any, numbers: Array) -> None:
-    """A logarithmic scale beyond ±10 where a few layers would press all the others into a line."""
-    finite = np.abs(numbers[np.isfinite(numbers)])
-    usual = float(np.percentile(finite, 75)) if finite.size else 0.0
-    # The upper quartile, which a few huge layers do not move. Symmetric, because a mean may be negative.
-    if usual > 0 and float(finite.max()) > 25 * usual:
-        ax.set_yscale("symlog", linthresh=usual)
+    """A logarithmic scale either side of zero where the largest layers would press others into a line.
+
+    ``numbers`` are several for each layer.
+    """
+    finite = np.where(np.isfinite(numbers), numbers, 0.0)
+    reach = np.abs(finite).max(0)
+    reach = reach[reach > 0]
+    # The lower quartile: a model with a few small layers has always been drawn well enough on a plain scale.
+    if not reach.size or reach.max() <= 25 * np.percentile(reach, 25):
+        return
+    # Down to the smaller layers, but not to the last: six powers of ten either side are what a chart has room for.
+    least = math.floor(math.log10(max(np.percentile(reach, 5), reach.max() * 1e-6)))
+    ax.set_yscale("symlog", linthresh=10.0**least)
+    most = math.ceil(math.log10(reach.max()))
+    both = 2 if (finite < 0).any() and (finite > 0).any() else 1
+    # matplotlib labels every power, and close to zero one over the other.
+    room = max(int(style.size(ax)[1] / (2.2 * style.SMALL / 72) / both), 2)
+    step = math.ceil((most - least + 1) / room)
+    powers = range(most, least - 1, -step)
+    ticks = [sign * 10.0**power for sign in (-1, 1) for power in powers]
+    low, high = float(finite.min()), float(finite.max())
+    shown = [0.0, *(tick for tick in ticks if 1.3 * low <= tick <= 1.3 * high)]
+    ax.set_yticks(shown, [_power(tick) for tick in shown])
+    ax.minorticks_off()
+
+
+def _power(value: float) -> str:
+    if 0.01 <= abs(value) <= 1000 or value == 0:
+        return f"{value:g}".replace("-", "−")
+    sign = "−" if value < 0 else ""
+    return f"{sign}$10^{{{round(math.log10(abs(value)))}}}$"
 
 
 def _mark(ax: Any, labels: Any, places: list[int], meaning: str) -> None:

@@ -40,9 +40,9 @@ def feature_maps(
     >>> len(figure.axes)
     8
 
-    Reduced maps are drawn smoothly, single channels pixel by pixel. Tokens are laid out on their grid, and maps
-    with their channels last are turned: a recording knows them by their layer, and otherwise 56 × 56 × 96 looks like
-    them, the equal sides being those of the map, which the title then says.
+    Maps are drawn pixel by pixel; of a vector, each value is a stripe, and the title says so. Tokens are laid out on
+    their grid, and maps with their channels last are turned: a recording knows them by their layer, and otherwise
+    56 × 56 × 96 looks like them, the equal sides being those of the map, which the title then says.
 
     Args:
         source: A recording, a value, or several by name.
@@ -67,7 +67,7 @@ def feature_maps(
         # Without a word: the norm. Before an activation, signs cancel in a mean, and of deep layers noise is left.
         pictures = [(v.name, _reduced(maps(v, sample, layout, grid), reduce or "norm")) for v in found]
         # Averaged over channels, outliers are rare, and the whole range is worth its colors.
-        head, smooth = "", True
+        head = ""
         clip = (0.0 if reduce == "mean" else 1.0) if clip is None else clip
     else:
         value = found[0]
@@ -76,7 +76,7 @@ def feature_maps(
         pictures = [(str(i) if len(seen.array) > 1 else "", Maps(seen.array[i], flat=seen.flat)) for i in shown]
         some = f"{len(shown)} of {len(seen.array)} channels" if len(seen.array) > 1 else ""
         head = " · ".join(part for part in (value.name, some, seen.assumed, seen.note) if part)
-        clip, smooth = 1.0 if clip is None else clip, False
+        clip = 1.0 if clip is None else clip
     # One long vector among the layers must not stretch all panels.
     shape = float(np.median([_aspect(m) for _, m in pictures]))
     head = head if title is None else title
@@ -92,7 +92,7 @@ def feature_maps(
     )
     for (name, picture), panel in zip(pictures, axes, strict=True):
         style.title(panel, style.caption(panel, name, _remark(picture)), small=True)
-        _draw(panel, picture, cmap, clip, smooth)
+        _draw(panel, picture, cmap, clip)
     if head and ax is None:
         style.heading(figure, head)
     elif head:
@@ -100,16 +100,15 @@ def feature_maps(
     return figure
 
 
-def _draw(ax: Any, picture: Maps, cmap: str, clip: float, smooth: bool) -> None:
+def _draw(ax: Any, picture: Maps, cmap: str, clip: float) -> None:
     low, high = limits(picture.array, clip)
     ax.imshow(
         np.where(np.isfinite(picture.array), picture.array, np.nan),
         cmap=style.colormap(cmap),
         vmin=low,
         vmax=high,
-        # matplotlib's default smooths at some sizes; a pixel of a channel is a value. A map of 7 × 7 that stands for a
-        # whole layer is looked at for where something is, which squares hide.
-        interpolation="bicubic" if smooth and not picture.flat else "nearest",
+        # matplotlib's default smooths at some sizes; a pixel is a value, of a channel or of a whole layer.
+        interpolation="nearest",
         # Square pixels would make a hairline of a vector.
         aspect="auto" if picture.flat else "equal",
     )
@@ -119,11 +118,14 @@ def _draw(ax: Any, picture: Maps, cmap: str, clip: float, smooth: bool) -> None:
 def _reduced(seen: Maps, reduce: str) -> Maps:
     # A norm over one channel would take its sign away.
     array: Array = seen.array[0] if len(seen.array) == 1 else _REDUCTIONS[reduce](seen.array)
-    return seen._replace(array=array)
+    # Above one panel of many there is room for a word only.
+    return seen._replace(array=array, note="vector" if seen.flat and len(array) == 1 else seen.note)
 
 
 def _remark(picture: Maps) -> str:
-    return ", ".join(part for part in (picture.assumed, flaws(picture.array)) if part)
+    # Stripes look like a map of something, unless a word says that they are none.
+    what = picture.note if picture.flat else ""
+    return ", ".join(part for part in (what, picture.assumed, flaws(picture.array)) if part)
 
 
 def _channels(count: int, wanted: int | Sequence[int]) -> list[int]:

@@ -40,9 +40,10 @@ def overlay(
     pictures, heats = pixels(image), _heats(heat)
     if len(pictures) != len(heats) and len(pictures) != 1:
         raise ValueError(f"{counted(len(heats), 'map')} cannot lie over {counted(len(pictures), 'image')}.")
-    labels = [flaws(one) for one in heats] if titles is None else list(titles)
-    if len(labels) != len(heats):
-        raise ValueError(f"{counted(len(labels), 'title')} cannot stand over {counted(len(heats), 'map')}.")
+    given = [""] * len(heats) if titles is None else list(titles)
+    if len(given) != len(heats):
+        raise ValueError(f"{counted(len(given), 'title')} cannot stand over {counted(len(heats), 'map')}.")
+    labels = [" · ".join(part for part in (text, flaws(one)) if part) for text, one in zip(given, heats, strict=True)]
     side = 3.4 if len(heats) == 1 else 2.2
     figure, axes = style.panels(len(heats), ax, fig, side, head=False, titles=any(labels), bar=bar)
     drawn = None
@@ -52,18 +53,18 @@ def overlay(
         if label:
             style.title(panel, label, small=True)
     # A bar beside all panels is true only if it is true of each.
-    one_scale = all(np.allclose(limits(one, clip=0.5), limits(heats[0], clip=0.5), rtol=0.1, atol=0.1) for one in heats)
+    one_scale = all(np.allclose(limits(one, clip=0), limits(heats[0], clip=0), rtol=0.1, atol=0.1) for one in heats)
     if bar and ax is None and drawn is not None and one_scale:
         style.colorbar(axes[0], drawn, over=axes)
     return figure
 
 
-def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str) -> Any:
-    """One image with its map, and the scale of its colors."""
+def draw(ax: Any, picture: Array, heat: Array, alpha: float, cmap: str, clip: float = 0.0) -> Any:
+    """One image with its map, and the scale of its colors, which leaves out ``clip`` percent at either end."""
     size = picture.shape[:2]
     # imshow counts in pixels: a map of 8 × 8 would lie in the corner of its image.
     resized = F.interpolate(torch.from_numpy(heat)[None, None].float(), size, mode="bilinear")[0, 0].numpy()
-    low, high = limits(heat, clip=0.5)
+    low, high = limits(heat, clip)
     scaled = np.nan_to_num(np.clip((resized - low) / (high - low), 0, 1), nan=0.0)
     # A map without differences points nowhere, and would tint all of the image.
     if not np.ptp(heat[np.isfinite(heat)] if np.isfinite(heat).any() else np.zeros(1)):

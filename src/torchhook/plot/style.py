@@ -117,8 +117,12 @@ def panels(
 
 def columns_for(count: int) -> int:
     """How many panels go side by side."""
-    # More wide than high, as screens and pages of text are.
-    return count if count <= 4 else min(math.ceil(math.sqrt(count * 1.4)), 10)
+    if count <= 4:
+        return count
+    # Full rows first, 4 × 4 and not 5 + 5 + 5 + 1; then more wide than high, as screens and pages of text are.
+    best = math.sqrt(count * 1.4)
+    some = range(min(math.ceil(math.sqrt(count)), 10), min(math.ceil(math.sqrt(count * 2.5)), 10) + 1)
+    return min(some, key=lambda columns: (-count % columns, abs(columns - best)))
 
 
 def colormap(name: str) -> Any:
@@ -181,11 +185,17 @@ def colorbar(
     label: str = "",
     over: Sequence[Axes] | None = None,
     ends: tuple[str, str] | None = None,
+    beyond: Literal["neither", "max", "min", "both"] = "neither",
 ) -> None:
-    """A thin color bar beside an axes, or beside all panels; ``ends`` are words where it has no numbers."""
+    """A thin color bar beside an axes, or beside all panels; ``ends`` are words where it has no numbers.
+
+    ``beyond`` points at the ends that values lie outside of.
+    """
     # The aspect is height by width: a bar along three rows would be three times as thick.
     rows = 1 if over is None else len({round(a.get_position().y0, 3) for a in over})
-    bar = ax.figure.colorbar(mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows)
+    bar = ax.figure.colorbar(
+        mappable, ax=ax if over is None else list(over), fraction=0.05, pad=0.02, aspect=22 * rows, extend=beyond
+    )
     bar.outline.set_visible(False)
     colors = palette(ax)
     bar.ax.tick_params(labelsize=SMALL, colors=colors.soft, labelcolor=colors.ink, width=0.7, length=2)

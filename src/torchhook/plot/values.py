@@ -18,7 +18,7 @@ from torchhook._values.elements import dense, readable
 from torchhook._values.finite import finite
 from torchhook._values.histograms import inner_range, with_room
 from torchhook._values.layout import Layout, guess, known_kind, looks_like_batch, told
-from torchhook._words import plural
+from torchhook._words import counted, plural
 from torchhook.errors import MissingRecordError
 
 Source: TypeAlias = "Recording | Tensor | NDArray[Any] | Mapping[str, Any]"
@@ -129,7 +129,8 @@ def maps(value: Value, sample: int = 0, layout: str | None = None, grid: Sequenc
     kind = known_kind(layout)
     batch, sample = _batch(value, sample, kind)
     if batch.dim() <= 2:
-        return Maps(batch[sample].reshape(1, 1, -1).numpy(), f"{batch[sample].numel()} values", flat=True)
+        count = counted(batch[sample].numel(), "value")
+        return Maps(batch[sample].reshape(1, 1, -1).numpy(), f"vector of {count}, no map", flat=True)
     # A matrix that nobody recorded is one map; a recorded one is examples by features, which was dealt with above.
     if value.tensor.dim() == 2 and kind != "tokens" and grid is None:
         return Maps(batch.numpy())

@@ -26,7 +26,7 @@ const tree = new Tree(page.layers, troubles, (i, from) => {
   // Inside a notebook the page has no address of its own, and browsers refuse to change it.
   const own = location.protocol !== "about:";
   if (own && decodeURIComponent(location.hash) !== decodeURIComponent(address)) history.replaceState(null, "", address);
-  if (from === "click" && matchMedia("(max-width: 740px)").matches) detail.view.scrollIntoView({ block: "start" });
+  if (from === "click" && matchMedia("(max-width: 860px)").matches) detail.view.scrollIntoView({ block: "start" });
 });
 
 const find = () => {

@@ -10,6 +10,9 @@ class Tree {
     this.height = 28;
     this.children = layers.map(() => []);
     layers.forEach((layer, i) => { if (layer.parent >= 0) this.children[layer.parent].push(i); });
+    // Every row is a grid of its own, so that none can fit the column of types to the longest.
+    const longest = Math.max(...layers.map((layer) => layer.type.length));
+    this.view.parentElement.style.setProperty("--type", `${Math.min(Math.max(longest, 12), 24) * 7.6}px`);
     this.open = new Set([0]);
     this.selected = 0;
     this.words = [];
@@ -95,7 +98,7 @@ class Tree {
         style: { top: `${at * this.height}px` },
       },
       el(
-        "span", { class: "label", style: { paddingLeft: `${Math.min(layer.depth, 12) * 14}px` }, title: layer.path },
+        "span", { class: "label", style: { paddingLeft: `calc(${Math.min(layer.depth, 12)} * var(--indent))` }, title: layer.path },
         el("button", { class: "fold", tabindex: "-1", "aria-hidden": "true" }, branch ? chevron() : ""),
         el("b", {}, ...this.marked(i)),
         trouble ? el("i", { class: trouble === "bad" ? "dot" : "dot mild" }) : "",
@@ -106,7 +109,7 @@ class Tree {
       el("span", { class: "c-params" }, layer.parameters ? format.count(layer.parameters) : ""),
       el(
         "span", { class: "c-time", title: share ? `${format.share(share)} of the model's time` : null },
-        share ? el("i", { style: { width: `${share * 100}%` } }) : "",
+        share > 0.02 ? el("i", { style: { width: `${share * 100}%` } }) : "",
         format.time(layer.seconds),
       ),
       el("span", { class: "c-memory" }, format.bytes(layer.nbytes)),
