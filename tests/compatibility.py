@@ -3,7 +3,7 @@
 A test that shows a row says so: ``@pytest.mark.shows("Checkpointing: edits")``, the area first. One that shows a clear
 error, where there is no answer, names it: ``@pytest.mark.shows("TorchScript: values inside", error="SelectorError")``.
 
-``pytest -m shows --compatibility docs/compatibility.json`` writes down how they end on this torch and this Python, and
+``pytest -m shows --compatibility=docs/compatibility.json`` writes down how they end on this torch and this Python, and
 ``python -m tests.compatibility`` makes the page. This file is a plugin of pytest too, through ``tests/conftest.py``.
 """
 

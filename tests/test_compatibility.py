@@ -137,7 +137,7 @@ def test_every_row_was_shown_on_the_torch_that_is_pinned() -> None:
     runs = [outcomes for version, outcomes in read(RECORDED).items() if version.startswith(f"torch {pinned},")]
     passed = {test for outcomes in runs for test, ends in outcomes.items() if "passed" in ends}
     unseen = {row.name: row.tests for row in rows() if not passed.issuperset(row.tests)}
-    assert unseen == {}, "run: pytest -m shows --compatibility docs/compatibility.json; python -m tests.compatibility"
+    assert unseen == {}, "run: pytest -m shows --compatibility=docs/compatibility.json; python -m tests.compatibility"
 
 
 def test_nothing_that_is_recorded_failed() -> None:

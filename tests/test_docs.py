@@ -50,7 +50,7 @@ _old_torchcam = pytest.mark.skipif(
     metadata.version("torchcam").startswith("0.3"),
     reason="on Python 3.10 there is no newer torchcam that goes with the others: it is no context manager yet",
 )
-NEED_TORCH_2_9 = {"docs/compiled.md", "docs/debugging.md"}
+NEED_TORCH_2_9 = {"docs/command.md", "docs/compiled.md", "docs/debugging.md"}
 _too_old = pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9), reason="what it shows of programs needs 2.9"
 )

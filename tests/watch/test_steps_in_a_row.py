@@ -145,6 +145,10 @@ def calls_of(step: Any) -> int:
     return sum(number for (file, *_), (_, number, *_) in counts.items() if "torch/compiler/" not in file)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="this torch cannot be asked whether a checkpoint runs: the stack is read instead, which takes more calls",
+)
 def test_a_measured_step_costs_few_calls_for_each_layer_and_others_next_to_none(
     emulated: Kernels,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
