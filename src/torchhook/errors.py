@@ -1,35 +1,37 @@
-"""Everything TorchHook raises or warns about.
+"""Everything TorchHook raises or warns about; each is also the builtin that a caller would catch.
 
-TorchHookError
-├── SelectorError        (ValueError, AttributeError)  a selector chose nothing, or cannot be read
-├── MissingRecordError   (KeyError)                    the recording has no such site
-│   └── NeverRanError                                  the site was selected and did not run
-├── AmbiguousCallError   (LookupError, ValueError)     the site ran more than once: say which call
-├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
-├── EditError            (ValueError)                  an edit does not fit the value it meets
-├── TransformError       (ValueError)                  a transform does not fit the value it meets
-├── ArgumentError        (TypeError, ValueError, AssertionError)  a classic name was given what it does not take
-├── SessionError         (RuntimeError)                a session was used in a way it does not allow
-├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
-├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
-├── LayoutError          (ValueError)                  an activation cannot be laid out on a grid
-├── TargetError          (ValueError, IndexError)      the score or class that is meant is not in the output
-├── ExtractError         (RuntimeError)                the model, the data or the disk does not fit
-│   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
-│   ├── IncompleteStoreError (LookupError)             shards are missing
-│   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
-├── TorchVersionError    (RuntimeError)                this torch is too old, or lacks something that is needed here
-└── MissingExtraError    (ImportError)                 an optional package is not installed
+What is raised, and what is warned about:
 
-NeverRanWarning          (UserWarning)                 the exit report of a session
-NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
-GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
-TrainingWarning          (UserWarning)                 a watched training run looks wrong
-RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
-TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
-CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
-PaddingWarning           (UserWarning)                 padding gets into the features that are kept
-DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
+    TorchHookError
+    ├── SelectorError        (ValueError, AttributeError)  a selector chose nothing, or cannot be read
+    ├── MissingRecordError   (KeyError)                    the recording has no such site
+    │   └── NeverRanError                                  the site was selected and did not run
+    ├── AmbiguousCallError   (LookupError, ValueError)     the site ran more than once: say which call
+    ├── RecordingFileError   (ValueError)                  a saved file is truncated, altered or not ours
+    ├── EditError            (ValueError)                  an edit does not fit the value it meets
+    ├── TransformError       (ValueError)                  a transform does not fit the value it meets
+    ├── ArgumentError        (TypeError, ValueError, AssertionError)  a classic name was given what it does not take
+    ├── SessionError         (RuntimeError)                a session was used in a way it does not allow
+    ├── GuardError           (FloatingPointError)          a guarded model made a NaN or Inf
+    ├── NoAttentionError     (LookupError)                 the model ran without an attention call that can be seen
+    ├── LayoutError          (ValueError)                  an activation cannot be laid out on a grid
+    ├── TargetError          (ValueError, IndexError)      the score or class that is meant is not in the output
+    ├── ExtractError         (RuntimeError)                the model, the data or the disk does not fit
+    │   ├── StoreMismatchError   (ValueError)              the store was made by another run: the differences are named
+    │   ├── IncompleteStoreError (LookupError)             shards are missing
+    │   └── BrokenShardError     (ValueError)              a shard is truncated, altered or not ours
+    ├── TorchVersionError    (RuntimeError)                this torch is too old, or lacks something that is needed here
+    └── MissingExtraError    (ImportError)                 an optional package is not installed
+
+    NeverRanWarning          (UserWarning)                 the exit report of a session
+    NeverOpenedWarning       (UserWarning)                 a session or tool was dropped without ever being opened
+    GuardWarning             (UserWarning)                 a guarded model made a NaN or Inf, and went on
+    TrainingWarning          (UserWarning)                 a watched training run looks wrong
+    RecomputeWarning         (UserWarning)                 an edit ended before a checkpointed part is computed again
+    TorchVersionWarning      (UserWarning)                 this torch is newer than any that TorchHook was tested with
+    CompiledWarning          (UserWarning)                 a compiled model runs eagerly inside a session
+    PaddingWarning           (UserWarning)                 padding gets into the features that are kept
+    DataWarning              (UserWarning)                 the rows that are kept may not be those that one expects
 """
 
 from __future__ import annotations
