@@ -23,7 +23,7 @@ def _read(path: Path) -> object:
 def test_there_are_the_four_that_the_documentation_lists() -> None:
     page = (ROOT / "docs" / "notebooks.md").read_text()
     assert len(NOTEBOOKS) == 4
-    assert all(f"notebooks/{path.name}" in page for path in NOTEBOOKS)
+    assert all(f"(../examples/{path.name})" in page for path in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -52,4 +52,5 @@ def test_a_notebook_runs_from_the_first_cell_to_the_last(
     assert shown
     # What other libraries say of themselves is theirs, such as tqdm's wish for ipywidgets.
     said = [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"]
-    assert not [text for text in said if "torchhook" in text]
+    outside = str(ROOT / ".venv")  # whose path may have any name in it
+    assert not [text for text in said if "torchhook" in text.replace(outside, "")]
