@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import torchhook as th
 from tests import documentation
+from tests.distributed.torch26 import repair_fsdp2
 from tests.documentation import DOCS, PAGES, ROOT, blocks, headings, links, name_of, printed
 from torchhook import errors
 
@@ -73,6 +74,8 @@ def test_the_examples_of_a_page_run_in_order_and_print_what_it_says(
     monkeypatch.setenv("PYTHONPATH", str(Path(th.__file__).parent.parent), prepend=os.pathsep)
     if page.stem == "CompiledWarning":  # said once in a process, which other tests have used up
         monkeypatch.setattr(importlib.import_module("torchhook._core.hooks").eager_stance, "said", False)
+    if page.stem == "sharded":  # its ranks are CPUs, which torch 2.6 alone does not shard over
+        repair_fsdp2()
     torch.manual_seed(0)
     assert blocks(page.read_text()), f"{page.name} shows no example"
     for block, found in printed(page):
