@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +341,32 @@ def test_a_model_that_takes_texts_or_files_has_its_own_errors() -> None:
         th.run(Reads(), "cat.jpg")
     with pytest.raises(TypeError, match=r"^mine$"):
         th.run(Reads(), "a text")
+
+
+class Remembers(nn.Module):
+    """Writes to all that it holds: an ordered dict, in an order, and memory that is there several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = OrderedDict(one=1, two=2)
+        once = torch.zeros(1)
+        self.register_buffer("wide", once.expand(4))
+        self.register_buffer("once", once)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache.move_to_end("one")
+        self.cache["more"] = 3
+        self.once.add_(1)
+        return x + self.wide[: x.shape[-1]]
+
+
+def test_ordered_dicts_and_memory_that_is_there_several_times_are_put_back() -> None:
+    model = Remembers()
+    with undisturbed(model):
+        model(torch.ones(2, 3))
+        assert list(model.cache) == ["two", "one", "more"]
+    assert list(model.cache.items()) == [("one", 1), ("two", 2)]
+    model.cache.move_to_end("one")  # it is one still
+    assert list(model.cache) == ["two", "one"]
+    assert model.once.item() == 0
+    assert model.wide.tolist() == [0.0] * 4

@@ -223,3 +223,41 @@ def test_values_whose_tokens_cannot_be_told_apart_are_refused() -> None:
         with th.edit(model, {"pool": edits.only(edits.scale(2), steps=steps)}):
             with pytest.raises(EditError, match=r"pool.*step 1.*shape \(1, 4\).*edits\.along"):
                 model.generate(ids, 2)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "sites"),
+    [("sdpa", ["@k.0", "@v.0"]), ("eager", ["@k.0", "@v.0", "@pattern.0", "model.layers.0.self_attn/softmax:input"])],
+)
+def test_keys_of_which_a_step_with_a_cache_has_others_are_refused(implementation: str, sites: list[str]) -> None:
+    model, ids = small_llama(attn_implementation=implementation)[0], torch.tensor([[1, 2, 3, 4]])
+    for site in sites:
+        with th.edit(model, {site: edits.only(edits.scale(3.0), steps=slice(1, 3))}):
+            with pytest.raises(EditError, match=r"step 1.*keys.*use_cache=True"):
+                model.generate(ids, use_cache=False, **MORE)
+
+
+def test_queries_have_the_tokens_of_their_steps() -> None:
+    model = small_llama()[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    same_with_and_without(model, {"@q.0": edits.only(edits.scale(3.0), steps=slice(1, 3))})
+
+
+def test_a_recorded_generation_is_patched_and_noise_is_drawn_step_by_step() -> None:
+    model = small_llama()[0]
+    block, other = BLOCK["LlamaForCausalLM"], torch.tensor([[7, 8, 9, 10], [11, 12, 13, 14]])
+    with th.capture(model, block) as rec:
+        model.generate(other, **MORE)
+    for steps in (0, slice(1, None)):
+        same_with_and_without(model, {block: edits.only(edits.patch(rec), steps=steps)})
+        same_with_and_without(model, {block: edits.only(edits.noise(3.0), steps=steps)})
+
+
+def test_rows_of_beams_are_refused_for_they_move() -> None:
+    model, ids = small_llama()[0], torch.tensor([[1, 2, 3, 4]])
+    with th.edit(model, {BLOCK["LlamaForCausalLM"]: edits.only(edits.scale(3.0), steps=slice(1, 3), rows=[0, 1])}):
+        model.generate(ids, num_beams=3, **MORE)
+        with pytest.raises(EditError, match=r"rows=.*beams.*use_cache=True"):
+            model.generate(ids, num_beams=3, use_cache=False, **MORE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
             yield functools.partial(_differs, value, copy), functools.partial(_refill, value, copy), value, copy
     elif isinstance(value, (list, deque, set, dict)):
         seen.add(id(value))
-        kind: Any = next(kind for kind in (list, deque, set, dict) if isinstance(value, kind))
+        kind: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
         items = kind(value) if graphs else _detached_items(value, kind)
         yield lambda: _ids(value) != _ids(items), functools.partial(_replace_items, value, kind, items)
         for part in list(value.values() if isinstance(value, dict) else value):
@@ -161,9 +161,13 @@ def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
                 yield from _into(part, seen, graphs)
 
 
+# An ordered dict before a dict, whose methods leave its order behind.
+_CONTAINERS = (list, deque, set, OrderedDict, dict)
+
+
 def _detached_items(value: Any, kind: Any) -> Any:
-    if kind is dict:
-        return {key: _detached(part) for key, part in value.items()}
+    if issubclass(kind, dict):
+        return kind((key, _detached(part)) for key, part in value.items())
     return kind(map(_detached, value))
 
 
@@ -242,6 +246,9 @@ def _refill(tensor: Tensor, copy: Tensor) -> None:
     if not is_alike(tensor, copy):
         tensor.data = copy.clone()
     elif not _is_equal(tensor, copy):  # a graph may hold it, and does not go with what is written to once more
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and stride == 0:  # expanded: the same number all along
+                tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
         tensor.copy_(copy)
 
 

@@ -191,7 +191,7 @@ class Site(str):
         'fc:grad'
         """
         own = {"path": self.path, "op": self.op, "call": self.call, "port": self.port}
-        return Site(**{**own, "leaf": self.leaf, "role": self.role, **parts})
+        return type(self)(**{**own, "leaf": self.leaf, "role": self.role, **parts})
 
     @property
     def place(self) -> Site:

@@ -37,6 +37,15 @@ def steps_of(call: Pass, site: Site) -> list[Pass]:
     )
 
 
+def refuse_rows_of_beams(call: Pass, rows: object, site: Site) -> None:
+    """Say that the rows of beams are not the same ones in every step: what is in a cache moves with them."""
+    if call.beams and rows is not None:
+        raise EditError(
+            f"{site.shown}: edits.only(…, rows=…, steps=…): the rows of beams change places from step to step, and "
+            f"this call of step {call.step} is given the tokens of earlier steps again. {_WAY}, or leave out rows=."
+        )
+
+
 def in_one_call(edit: Edit, value: Any, site: Site, known: KnownHeads, step: Pass) -> Any:
     """What an operation is called with, edited for one step by an edit that may change the call itself."""
     if isinstance(edit, Steps):
@@ -65,13 +74,13 @@ def by_step(
     old = list(tree.tensors(value))
     new: list[Tensor | None] = [None] * len(old)
     for step in chosen:
-        cuts = [_cut(tensor, known, step, dim) for tensor in old]
+        cuts = [_cut(tensor, known, step, dim, site) for tensor in old]
         seen = tree.with_tensors(value, [cut.of(tensor) for cut, tensor in zip(cuts, old, strict=True)])
         before = list(tree.tensors(seen))
         if all(isinstance(cut, _Tokens) and not tensor.numel() for cut, tensor in zip(cuts, before, strict=True)):
             continue  # as logits, which are those of the last token: no edit has to make sense of nothing
         with passes.standing_in(step):
-            made = edit(seen, site)
+            made = edit(seen, _in_step(site, step))
         made = seen if made is None else made  # a function may have written to what it was given
         check(seen, made, site)
         for at, (cut, was, now) in enumerate(zip(cuts, before, tree.tensors(made), strict=True)):
@@ -111,11 +120,35 @@ class _NoTokens:
         return tensor
 
 
-def _cut(tensor: Tensor, known: KnownHeads, step: Pass, dim: int | None) -> _Tokens | _NoTokens:
+def _in_step(site: Site, step: Pass) -> Site:
+    """A site with the number of the call that the step itself is, with a cache: by it a record is found, or noise."""
+    call = step.whole or step
+    if type(site.call) is not int or call.step is None or step.step is None:
+        return site
+    return site.but(call=max(site.call - (call.step - step.step), 0))
+
+
+_QUERY = ("args.0", "kwargs.query")
+
+
+def _of_keys(tensor: Tensor, site: Site, total: int) -> str:
+    """Why a tensor may have a dim of keys, of which a step with a cache has others; empty where it has none."""
+    if site.op is None:
+        return ""
+    if site.port == "input" and not (site.op == "scaled_dot_product_attention" and site.leaf in _QUERY):
+        return "what an operation is called with may be keys and values, and those of all earlier steps are in a cache"
+    if site.op != "scaled_dot_product_attention" and tuple(tensor.shape[-2:]) == (total, total):
+        return "its last dim may be that of the keys, and in its own step there were only those before"
+    return ""
+
+
+def _cut(tensor: Tensor, known: KnownHeads, step: Pass, dim: int | None, site: Site) -> _Tokens | _NoTokens:
     call = step.whole or step
     total, start = call.tokens or 0, step.position or 0
     if tensor.is_nested:
         return _NoTokens("it is nested")
+    if why := _of_keys(tensor, site, total):
+        return _NoTokens(why)
     try:
         count = parts.positions(tensor, known, dim)
     except NoPart as error:

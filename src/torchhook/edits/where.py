@@ -17,7 +17,7 @@ from torchhook._values.heads import UNKNOWN, KnownHeads, NoPart
 from torchhook._values.parts import Part
 from torchhook._words import plural
 from torchhook.edits.adapting import Steps, adapt, changes_call, within
-from torchhook.edits.by_step import by_step, in_one_call, of_step, steps_of
+from torchhook.edits.by_step import by_step, in_one_call, of_step, refuse_rows_of_beams, steps_of
 from torchhook.edits.catalogue import At
 from torchhook.edits.changing import change_one, check, refuse_nested
 from torchhook.edits.protocol import CataloguedEdit, Edit, StepsToCome, asks_step, placed, steps_to_come
@@ -141,6 +141,7 @@ class Only(CataloguedEdit):
         """Edit the tokens of the chosen steps as with a cache, where a call is given those of several."""
         if not any(map(self._means, range((now.step or 0) + 1))):
             return None
+        refuse_rows_of_beams(now, self.rows, site)
         chosen = [one for one in steps_of(now, site) if self._means(one.step or 0)]
         if changes_call(self.edit):
             for one in chosen:
