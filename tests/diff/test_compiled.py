@@ -91,6 +91,16 @@ def test_the_compiled_code_runs_once_and_not_in_a_session() -> None:
     assert runs == [0]
 
 
+def test_a_forward_that_was_compiled_by_itself_is_found() -> None:
+    model, x = small()
+    other = copy.deepcopy(model)
+    other.forward = torch.compile(other.forward, backend=wrong)  # type: ignore[method-assign]
+    found = diff(model, other, x)
+    assert not found.ok
+    assert found.first is not None
+    assert found.first.site == COMPILED
+
+
 def test_wrong_code_of_the_reference_is_found_too() -> None:
     model, x = small()
     first = diff(torch.compile(copy.deepcopy(model), backend=wrong), model, x).first

@@ -89,9 +89,11 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is what ``torch.compile`` returned, or was compiled in place."""
+    """Whether a module is what ``torch.compile`` returned, or was compiled in place, or its ``forward`` was."""
     # By its name: importing the compiler only to ask would take seconds.
-    return type(module).__name__ == "OptimizedModule" or getattr(module, COMPILED_CALL, None) is not None
+    if type(module).__name__ == "OptimizedModule" or getattr(module, COMPILED_CALL, None) is not None:
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def after_compiled_call(module: nn.Module, change: Callable[[Any], Any]) -> None:
