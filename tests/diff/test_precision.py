@@ -178,3 +178,11 @@ def test_an_error_that_is_as_large_everywhere_is_no_rounding() -> None:
     assert row.mismatches == 0
     assert "as a whole, more than rounding makes" in row.note
     assert row.relative > row.whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_masks_of_a_wider_dtype_are_masks_in_the_narrower_one(kind: str, dtype: torch.dtype) -> None:
+    model = made(kind, attn_implementation="eager").eval()
+    found = diff(model, copy.deepcopy(model).to(dtype), torch.arange(1, 9)[None], local=True)
+    assert found.ok, found

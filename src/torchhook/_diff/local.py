@@ -123,7 +123,7 @@ class Feeder:
         if not _fit(mine, other):
             self._own[str(site)] = f"on its own input: {tree.describe(given)} in A, {tree.describe(value)} in B"
             return value
-        new = [like(theirs, tensor) for theirs, tensor in zip(other, mine, strict=True)]
+        new = [_held(theirs, tensor) for theirs, tensor in zip(other, mine, strict=True)]
         caller = self._caller()
         if caller is not None and not caller.has_foreign:
             self._judge(caller.call, site, new, mine)
@@ -148,7 +148,7 @@ class Feeder:
             caller.has_foreign = True
         if not fits:
             return value
-        return _replaced(value, mine, [like(theirs, tensor) for theirs, tensor in zip(other, mine, strict=True)])
+        return _replaced(value, mine, [_held(theirs, tensor) for theirs, tensor in zip(other, mine, strict=True)])
 
     def annotated(self, found: Diff) -> Diff:
         """The result, saying which module's own code differs, and where one could not be given the inputs of A."""
@@ -163,6 +163,18 @@ class Feeder:
         if handed is not None and row.status in ("same", "differs"):
             row = _with_handed(row, handed)
         return row if own is None else _noted(row, own)
+
+
+def _held(theirs: Tensor, mine: Tensor) -> Tensor:
+    """What B can hold of a tensor of A."""
+    new: Tensor = like(theirs, mine)
+    if type(new) is not Tensor or not (new.is_floating_point() and theirs.is_floating_point()):
+        return new
+    limits = torch.finfo(new.dtype)
+    if torch.finfo(theirs.dtype).max <= limits.max:
+        return new
+    # Masks hold the least number of their dtype: rounded to a narrower one it would be infinite, and B makes its own.
+    return torch.where(new.isinf() & theirs.isfinite().to(new.device), new.clamp(limits.min, limits.max), new)
 
 
 def _with_handed(row: Row, handed: _Handed) -> Row:
