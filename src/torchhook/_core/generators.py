@@ -26,12 +26,20 @@ def generators(index: Index) -> list[nn.Module]:
     They are looked for on the ways to what was asked of the index, however deep that lies, and near the top: to go
     through all of a large model would take longer than to open a session on it.
     """
+    if len(index.recalled) == 1 and not index.followed:
+        return index.recalled[0].generators()
+    return generators_near(index)[0]
+
+
+def generators_near(index: Index) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The same, found anew; and those near the top, of which all that they hold was looked at."""
     found = _Generators()
     found.near(index.root)
-    for held, _, child in index.followed:
+    recalled = [step for known in index.recalled for step in known.steps()]
+    for holder, _, child in (*recalled, *index.followed) if recalled else index.followed:
         if child._modules or _means(_kind(child)) != _NEITHER:  # most are layers, and hold none
-            found.below(held, child)
-    return found.told()
+            found.below(holder, child)
+    return found.told(), found.searched
 
 
 class _Generators:
@@ -43,22 +51,27 @@ class _Generators:
         self._take_cache: set[int] = set()
         # What is inside of one that takes a cache is called by that one, unless it generates by itself.
         self._inside: dict[int, bool] = {}
+        self.searched: list[nn.Module] = []
+        """Those near the top, of which all that they hold was looked at."""
 
     def near(self, root: nn.Module) -> None:
         """The model itself, and what it holds if it may be one that wraps another."""
         self._meet(root, False)
         level = [root]
         for _ in range(_NEAR):
-            above = [module._modules for module in level if 0 < len(module._modules) <= _FEW]
-            level = [self.below(held, child) for held in above for child in held.values() if child is not None]
+            above = [module for module in level if 0 < len(module._modules) <= _FEW]
+            self.searched += level
+            level = [
+                self.below(holder, child) for holder in above for child in holder._modules.values() if child is not None
+            ]
             if len(level) > _FEW:
                 break
 
-    def below(self, held: dict[str, nn.Module | None], module: nn.Module) -> nn.Module:
+    def below(self, holder: nn.Module, module: nn.Module) -> nn.Module:
         """One of those that another holds, without what wraps it."""
         if module._modules:
             module = unwrapped(module)
-        self._meet(module, self._inside.get(id(held), False))
+        self._meet(module, self._inside.get(id(holder), False))
         return module
 
     def _meet(self, module: nn.Module, inside: bool) -> None:
@@ -69,7 +82,7 @@ class _Generators:
             self._generate.add(id(module))
         if takes_cache and not inside:
             self._take_cache.add(id(module))
-        self._inside[id(module._modules)] = inside or takes_cache
+        self._inside[id(module)] = inside or takes_cache
 
     def told(self) -> list[nn.Module]:
         # Of several, none of which generates, nobody can tell whose calls are the steps.

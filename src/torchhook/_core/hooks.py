@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchhook import _torch
+from torchhook._core.index import is_script
 from torchhook._core.scope import Scope, active
 from torchhook._torch import compiler
 from torchhook._torch.hooks import Undo, put_on_leaf, registered_anywhere
@@ -186,14 +186,6 @@ class Turn:
             self._lock.release()
 
 
-_SCRIPT = torch.jit.ScriptModule
-
-
-def is_script(module: nn.Module) -> bool:
-    """Whether a module is TorchScript. By its bases: asked for each hook, and ``isinstance`` is slow with its kind."""
-    return _SCRIPT in type(module).__mro__
-
-
 class Attachable(Protocol):
     """What knows how to put itself on a module."""
 
@@ -210,14 +202,14 @@ class Attachment:
         """What is done when they go, the last one first."""
 
     def attach(self, tap: Attachable, module: nn.Module) -> None:
-        if _SCRIPT not in type(module).__mro__:  # it takes no hooks: a site there never runs, and says so
+        if not is_script(module):  # it takes no hooks: a site there never runs, and says so
             tap.attach(self.undo, module)
 
     def attach_all(self, taps: Iterable[tuple[nn.Module, Attachable]]) -> None:
         """As ``attach``, for each of the taps, without as many calls."""
         undo = self.undo
         for module, tap in taps:
-            if _SCRIPT not in type(module).__mro__:
+            if not is_script(module):
                 tap.attach(undo, module)
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:

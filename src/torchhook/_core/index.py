@@ -8,15 +8,29 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from torchhook._torch import base_of
 from torchhook.errors import SelectorError
 
-Step = tuple[dict[str, nn.Module | None], str, nn.Module]
-"""From a module to one of its own: where those are held, its name there, and itself."""
+Step = tuple[nn.Module, str, nn.Module]
+"""From a module to one of its own: the one that holds it, its name there, and itself."""
+
+
+class Known(Protocol):
+    """What was found before, and is not looked for again."""
+
+    def holds(self) -> bool:
+        """Whether what it was found by is as it was."""
+
+    def generators(self) -> list[nn.Module]:
+        """Those of the modules on the ways to it that generate."""
+
+    def steps(self) -> Iterable[Step]:
+        """The ways to it."""
 
 
 class Index:
@@ -30,11 +44,15 @@ class Index:
         """The model itself, without what wraps it."""
         self.followed: list[Step] = []
         """What was followed to find what was asked for."""
+        self.searched: list[nn.Module] = []
+        """Modules of which all that they hold was looked at for it."""
+        self.recalled: list[Known] = []
+        """What needed no search, for it was asked for before."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Every module by path. Found when first asked for: a large model takes long, and an exact name needs none."""
-        return dict(walk(self.given, self.followed))
+        return dict(_walk(self.given, "", (), self.followed, self.searched))
 
     def find(self, path: str, notes: list[Step] | None = None) -> nn.Module | None:
         """The module of an exact name, as the model is now; without going through the others."""
@@ -50,7 +68,7 @@ class Index:
             if child is None:
                 return None
             if notes is not None:
-                notes.append((children, name, child))
+                notes.append((module, name, child))
             if child._modules:
                 above.append(module)
                 child = unwrapped(child)
@@ -62,9 +80,13 @@ class Index:
 
     def is_as_it_was(self) -> bool:
         """Whether the modules that were found are still where they were."""
-        # A loop, as most are short: a generator takes longer to begin than these to look at.
-        for held, name, child in self.followed:  # noqa: SIM110
+        # Loops, as most are short: a generator takes longer to begin than these to look at.
+        for holder, name, child in self.followed:
+            held = holder._modules
             if name not in held or held[name] is not child:
+                return False
+        for known in self.recalled:  # noqa: SIM110
+            if not known.holds():
                 return False
         return True
 
@@ -80,7 +102,11 @@ class Index:
             yield path, module
         elif parts[0] == "**":
             # Of the whole model once: what is left out is looked for there too, among modules and among parameters.
-            below = self.modules.items() if module is self.root else _walk(module, path, above, self.followed)
+            below = (
+                self.modules.items()
+                if module is self.root
+                else _walk(module, path, above, self.followed, self.searched)
+            )
             if len(parts) == 1:
                 yield from [found for found in below if found[0]]
                 return
@@ -89,9 +115,10 @@ class Index:
         else:
             fits, rest, children = glob_pattern(parts[0]).fullmatch, parts[1:], module._modules
             above = (*above, module)
+            self.searched.append(module)
             for name, child in children.items():
                 if child is not None and fits(name + "."):
-                    self.followed.append((children, name, child))
+                    self.followed.append((module, name, child))
                     here = f"{path}.{name}" if path else name
                     if not rest and not child._modules:  # as most are
                         yield here, child
@@ -148,18 +175,22 @@ class Index:
 
     def plain_ids(self) -> frozenset[int]:
         """Those of them that are no ``nn.Parameter``, by id, and what they are views of: as quickly as can be."""
-        found, seen, waiting = list[Tensor](), set[int](), [self.root]
-        while waiting:
-            module = waiting.pop()
-            held: Any = module._parameters
-            for tensor in held.values():
-                if type(tensor) is Tensor:
-                    found.append(tensor)
-            if module._buffers:
-                found += [tensor for tensor in module._buffers.values() if type(tensor) is Tensor]
-            if module._modules and id(module) not in seen:  # no other one can contain itself
-                seen.add(id(module))
-                waiting += [child for child in module._modules.values() if child is not None]
+        found, seen, level = list[Tensor](), set[int](), [self.root]
+        # By levels, with little of Python for each module: a model has hundreds.
+        while level:
+            held: list[Any] = [module._buffers for module in level if module._buffers]
+            held += [module._parameters for module in level if Tensor in map(type, module._parameters.values())]
+            for tensors in held:
+                found += [tensor for tensor in tensors.values() if type(tensor) is Tensor]
+            holders = {id(module): module for module in level if module._modules}  # no other one can contain itself
+            level = [
+                child
+                for key, module in holders.items()
+                if key not in seen
+                for child in module._modules.values()
+                if child is not None
+            ]
+            seen.update(holders)
         return ids_of(found)
 
     # Modules are told apart by identity: a user's class may define equality, or no hash.
@@ -229,6 +260,14 @@ def _is_wrapper(parent: nn.Module, child: str) -> bool:
     return any(b.__name__ in _WRAPPED[child] and b.__module__.startswith("torch.") for b in type(parent).__mro__)
 
 
+_SCRIPT = torch.jit.ScriptModule
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether a module is TorchScript. By its bases: asked for each hook, and ``isinstance`` is slow with its kind."""
+    return _SCRIPT in type(module).__mro__
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """What a wrapper wraps, which has its name; any other module itself."""
     while (inner := within(module)) is not module:
@@ -258,21 +297,22 @@ def all_modules(model: nn.Module) -> Iterator[nn.Module]:
                 waiting += [child for child in module._modules.values() if child is not None]
 
 
-def walk(model: nn.Module, notes: list[Step] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module with its original path, parents first; a shared module comes under each of its names.
 
     Of a wrapper and what it wraps, which have the same path, only the wrapped module is given.
     """
-    yield from _walk(model, "", (), [] if notes is None else notes)
+    yield from _walk(model, "", (), [], [])
 
 
 def _walk(
-    module: nn.Module, path: str, above: tuple[nn.Module, ...], notes: list[Step]
+    module: nn.Module, path: str, above: tuple[nn.Module, ...], notes: list[Step], searched: list[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     # By a stack of its own: generators in each other hand every module on through all levels.
     waiting = [(module, path, above)]
     while waiting:
         module, path, above = waiting.pop()
+        searched.append(module)
         children = module._modules
         if not children:
             yield path, module
@@ -285,7 +325,7 @@ def _walk(
         above, below = (*above, module), []
         for name, child in children.items():
             if child is not None:
-                notes.append((children, name, child))
+                notes.append((module, name, child))
                 below.append((child, path if name == inner else f"{path}.{name}" if path else name, above))
         waiting += reversed(below)
 

@@ -87,6 +87,7 @@ class Keep:
         self._find_ids: Callable[[], frozenset[int]] | None = None
         self._owned_ids: frozenset[int] | None = frozenset()
         self._inputs: Sequence[Tensor] = ()
+        self._input_ids: frozenset[int] | None = None
         self._outliving_ids: frozenset[int] | None = frozenset()
         self._outliving_storages: frozenset[int | None] | None = None
         self._placed: list[Keep] = []
@@ -181,23 +182,26 @@ class Keep:
         """
         self._owned, self._find_ids, self._owned_ids = tensors, ids, None
         # As called_with, without the call: this is done whenever a session opens and closes.
-        self._inputs, self._outliving_ids, self._outliving_storages = (), None, None
+        self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
         if self._placed:
             self.called_with(())
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
         self._inputs = list(tensors)
-        self._outliving_ids = self._outliving_storages = None
+        self._input_ids = self._outliving_ids = self._outliving_storages = None
         for keep in self._placed:
             keep._owned, keep._find_ids, keep._owned_ids = self._owned, self._find_ids, None
-            keep._inputs, keep._outliving_ids, keep._outliving_storages = self._inputs, None, None
+            keep._inputs, keep._input_ids = self._inputs, None
+            keep._outliving_ids = keep._outliving_storages = None
 
     def _outlives(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of those that outlive the forward pass."""
         if self._owned_ids is None and tensor.layout == torch.strided and is_lazy_clone(tensor):
             # Memory that is shared already moves when it is written, whoever owns it: not worth a search for the owner.
-            return id(tensor) in ids_of(self._inputs)
+            if self._input_ids is None:
+                self._input_ids = ids_of(self._inputs)
+            return id(tensor) in self._input_ids
         return id(tensor) in (self._outliving_ids or self._ids())
 
     def _is_passing(self, only_viewed: bool, base: Tensor, view: Tensor) -> bool:
@@ -224,7 +228,7 @@ class Keep:
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
         self._owned, self._find_ids, self._owned_ids = tuple, None, None
-        self._inputs, self._outliving_ids, self._outliving_storages = (), None, None
+        self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
         if self._placed:
             self.called_with(())
             self._placed = []

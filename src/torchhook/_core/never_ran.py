@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from torchhook._core.functional import Listener
 from torchhook._core.gradients import GradTap
-from torchhook._core.hooks import is_script
-from torchhook._core.index import Index
+from torchhook._core.index import Index, is_script
 from torchhook._core.keep import Keep
 from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope, Stop

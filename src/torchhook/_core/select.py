@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from torchhook._core import naming
+from torchhook._core import choices, naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
 from torchhook._recording.address import PORTS, Calls, Site, call_hint, parse, readings
 from torchhook._values.layout import own_kind
@@ -47,6 +47,17 @@ def resolve(
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
     index = model if isinstance(model, Index) else Index(model)
+    # What others have asked of the index would be noted with it.
+    key = None if index.followed or index.searched else choices.key_of(selectors, exclude, port)
+    if key is not None and (known := choices.recall(index, key)) is not None:
+        return [_new(Target, (site, module, None)) for site, module in known]
+    targets = _resolved(index, selectors, exclude, port)
+    if key is not None and not any(target.tensor for target in targets):
+        choices.remember(index, key, [(target.site, target.module) for target in targets])
+    return targets
+
+
+def _resolved(index: Index, selectors: Selector, exclude: Selector | None, port: str) -> list[Target]:
     chosen: dict[Any, Target] = {}
     for target in _choose(index, selectors, port):
         site, module, tensor = target

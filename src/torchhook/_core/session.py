@@ -124,11 +124,12 @@ class Session(Shown):
         chosen, recording, taps = list(targets), self.recording, self._taps
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         task, padding = graph_task(), taps.call_padding(keep)
-        for target, others, calls in select.by_site(chosen):
+        fast = not units and not before_edits and padding is None and keep.mode != "live"
+        recorded = fast and not keep.asks_where and taps.record_all(chosen, keep, recording, max_records, task)
+        for target, others, calls in () if recorded else select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
             own = keep.placed(site, taps.heads_at(target, at_once=True)) if keep.asks_where else keep
-            fast = not units and not before_edits and padding is None and keep.mode != "live"
             if fast and taps.record(target, own, rows, recording.order, task):
                 continue
             tap, recorder = taps.of(target), actions.on_graph(site, own, own.recorder(rows.append, recording.order))
@@ -213,7 +214,11 @@ class Session(Shown):
         return self
 
     def _open(self) -> Session:
-        reopening = None if self._attachment is None else self._begin_again()
+        if self._attachment is not None:
+            self._begin_again()
+        elif self._recipe is not None:
+            self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
+        reopening = self._reopening
         self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
         attachment = self._attachment = Attachment()
@@ -257,8 +262,8 @@ class Session(Shown):
         for parameter, hook in self._leaves:
             attachment.follow(parameter, hook)
 
-    def _begin_again(self) -> Reopening | None:
-        """Make all that belongs to one opening anew; the way to attach it, where that is a short one."""
+    def _begin_again(self) -> None:
+        """Make all that belongs to one opening anew."""
         if not self._closed:
             raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
         if self._reopening is None:
@@ -266,12 +271,8 @@ class Session(Shown):
                 raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
             self._begin()
             self._recipe(self)
-            # What was built is kept as it is, and what opens is made like it, this time already.
-            if not (self._stops or self.gathers or self._leaves):
-                self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
-        if self._reopening is not None:
+        else:
             self.recording, self.scope, self._taps = self._reopening.made(self._own_threads_only)
-        return self._reopening
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.

@@ -336,15 +336,18 @@ def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachmen
     if not (recording.has_sites or any(tap.edits for tap in taps.all())):
         return taps
     modules = generators(taps.index)
-    return between(modules, taps, recording, scope, attachment) if modules else taps
+    if not modules:
+        return taps
+    begin, end = counted(modules, recording, scope, attachment)
+    return [*begin, *taps, *end]
 
 
-def between(
-    modules: list[nn.Module], taps: Taps, recording: Recording, scope: Scope, attachment: Attachment
-) -> Iterable[Attached]:
-    """The taps of a session between those that say where a step of ``modules`` begins and ends."""
+def counted(
+    modules: list[nn.Module], recording: Recording, scope: Scope, attachment: Attachment
+) -> tuple[list[Attached], list[Attached]]:
+    """What says where a step of ``modules`` begins, and where it ends: the taps of a session go between the two."""
     steps = Steps(recording, scope)
     attachment.defer(steps.close)
     recording.wait_with(steps.settle)
     begin, end = _Enter(steps), _Leave(steps)
-    return [*((module, begin) for module in modules), *taps, *((module, end) for module in modules)]
+    return [(module, begin) for module in modules], [(module, end) for module in modules]

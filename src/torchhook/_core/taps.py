@@ -351,6 +351,13 @@ class LeaveTap(EnterTap):
         after_call_always(undo, module, self)
 
 
+class AfterAllTap(LeaveTap):
+    """As that, after all other hooks: what leaves the model still belongs to its call."""
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        after_call_always(undo, module, self, first=False)
+
+
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What passes a module's entrance, given how it is called."""
     return args[0] if len(args) == 1 and not kwargs else Inputs(args, kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -23,18 +23,28 @@ from torchhook._core.gradients import (
     forget_arrived,
 )
 from torchhook._core.heads import known_heads
-from torchhook._core.hooks import TensorHandles, after_call_always
+from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
+from torchhook._core.recorders import Recorders, are_outputs
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.site_operations import SiteListener
-from torchhook._core.taps import CustomTap, InputTap, LeaveTap, Look, OutputTap, RecordTap, Tap, forget_passed
+from torchhook._core.taps import (
+    AfterAllTap,
+    CustomTap,
+    InputTap,
+    LeaveTap,
+    Look,
+    OutputTap,
+    RecordTap,
+    Tap,
+    forget_passed,
+)
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
 from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
-from torchhook._torch.hooks import Undo
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.call_sizes import RunningCall
 from torchhook._values.heads import Where
@@ -46,13 +56,6 @@ opened: dict[int, Taps] = {}
 """The taps of every open session, in any thread, by id."""
 
 
-class _AfterAll(LeaveTap):
-    """As that, after all other hooks: what leaves the model still belongs to its call."""
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        after_call_always(undo, module, self, first=False)
-
-
 class Taps:
     """The taps of a session, made when a site first needs one: one for each module and direction, or operation."""
 
@@ -62,11 +65,11 @@ class Taps:
     listener: Listener | None = None
     leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
     """Who is told when a call of a module is over, after all others; they see no values."""
+    _recorders: Recorders | None = None
+    """What ``record_all`` has made."""
     _is_complete = False
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
-        self.targets: dict[Site, tuple[Target, Tap]] = {}
-        """Where each site that was asked for is seen."""
         self.index = index
         self._scope = scope
         self.seen_from = seen_from
@@ -75,9 +78,23 @@ class Taps:
         self.root: InputTap = InputTap("", seen_from)
         """Sees the model being called, whatever is asked for."""
         self._inputs: dict[int, tuple[nn.Module, InputTap]] = {id(index.root): (index.root, self.root)}
-        self._outputs: dict[int, tuple[nn.Module, OutputTap]] = {}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
+
+    @functools.cached_property
+    def targets(self) -> dict[Site, tuple[Target, Tap]]:
+        """Where each site that was asked for is seen."""
+        made = self._recorders
+        return {} if made is None else {t.site: (t, tap) for t, tap in zip(made.targets, made.taps, strict=True)}
+
+    @functools.cached_property
+    def _outputs(self) -> dict[int, tuple[nn.Module, OutputTap]]:
+        return {} if self._recorders is None else {id(module): (module, tap) for module, tap in self._recorders.pairs()}
+
+    @property
+    def recorders(self) -> Recorders | None:
+        """What records, where nobody has asked for another site, or by name for one of these."""
+        return None if "targets" in self.__dict__ else self._recorders
 
     @functools.cached_property
     def handles(self) -> TensorHandles:
@@ -92,10 +109,6 @@ class Taps:
 
     def __iter__(self) -> Iterator[tuple[nn.Module, InputTap | OutputTap]]:
         return chain(self._inputs.values(), self._outputs.values(), self._customs.values())
-
-    def outputs(self) -> Iterable[tuple[nn.Module, OutputTap]]:
-        """Modules and the taps behind them."""
-        return self._outputs.values()
 
     def has(self, module: nn.Module) -> bool:
         """Whether a module has a tap already, before or behind it."""
@@ -120,16 +133,14 @@ class Taps:
     @property
     def any_ran(self) -> bool:
         """Whether the model or any part of it was called."""
-        for taps in (self._inputs, self._outputs, self._customs):
-            for _, tap in taps.values():
-                if tap.ran:
-                    return True
-        return self.root.ran > 0  # it may have been left out
+        return self.root.ran > 0 or any(tap.ran for _, tap in self)  # the root may have been left out
 
     def all_ran(self) -> bool:
         """Whether there is nothing to say of any site: each ran, in the forward pass and in this session's sight."""
         if self._gradients:
             return False
+        if self.recorders is not None:
+            return self.recorders.all_ran()
         for site, (_, tap) in self.targets.items():
             if not tap.ran or tap.elsewhere or tap.recomputed or site.call is not None:
                 return False
@@ -142,6 +153,8 @@ class Taps:
 
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
+        if self.recorders is not None:
+            return []
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
 
     def table(self, title: str) -> Table:
@@ -174,39 +187,22 @@ class Taps:
         self.targets[site] = (target, tap)
         return True
 
+    def record_all(
+        self, chosen: Sequence[Target], keep: Keep, recording: Recording, limit: int | None, task: int
+    ) -> bool:
+        """As ``record``, for all that there is: outputs of modules, where nothing was asked for before."""
+        if "targets" in self.__dict__ or not are_outputs(chosen):
+            return False
+        self._recorders = Recorders(chosen, keep, recording, limit, self.seen_from, task)
+        self.__dict__.pop("_outputs", None)  # of nothing, so far
+        self._is_complete = True
+        return True
+
     def only_record(self) -> bool:
-        """Whether values are recorded as they leave modules, and nothing else is done, before it was completed."""
-        if self.listener or self.leaving or self.parameters or self._gradients or self._customs or self.root.aliases:
+        """Whether values are recorded as they leave modules, and nothing else is done."""
+        if self.recorders is None or self.listener or self.leaving or len(self._inputs) != 1 or self._customs:
             return False
-        if len(self._inputs) != 1 or len(self.root.looks) != 1 or self.root.edits:
-            return False
-        taps = [tap for _, tap in self._outputs.values()]
-        plain = all(type(tap) is RecordTap and not (tap.edits or tap.looks or tap.aliases) for tap in taps)
-        return plain and len(taps) == len(self.targets) and not self._asked_for_mode()
-
-    def renewed(self, scope: Scope, seen_from: Scope | None, recording: Recording) -> Taps:
-        """The same, where they ``only_record``, for a new recording."""
-        taps = Taps(self.index, scope, seen_from)
-        taps.root.looks, task = self.root.looks, taps.root.made_in
-        targets, outputs, order = taps.targets, taps._outputs, recording.order
-        for site, (target, tap) in self.targets.items():
-            assert isinstance(tap, RecordTap)
-            rows = recording.opened(site, getattr(tap.rows, "maxlen", None))
-            new = RecordTap(tap.label, seen_from, tap.keep, rows, order, task)
-            outputs[id(target.module)] = (target.module, new)
-            targets[site] = (target, new)
-        taps._is_complete = True
-        return taps
-
-    @property
-    def any_called(self) -> bool:
-        """Of those that ``only_record``: whether anything was called, in this session's sight or elsewhere."""
-        if self.root.ran or self.root.elsewhere:
-            return True
-        for _, tap in self.targets.values():  # noqa: SIM110  # which takes longer
-            if tap.ran or tap.elsewhere or tap.recomputed:
-                return True
-        return False
+        return len(self.root.looks) == 1 and not self.root.edits
 
     def call_padding(self, keep: Keep) -> CallPadding | None:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
@@ -214,7 +210,7 @@ class Taps:
             return None
         padding = CallPadding(parameter_names(self.index.root))
         self.root.add_look(lambda value, call: padding.begin(value), first=True)
-        self.leaving = [*self.leaving, (self.index.root, _AfterAll(padding.end))]
+        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(padding.end))]
         return padding
 
     def heads_at(self, target: Target, at_once: bool = False) -> Where:
@@ -232,13 +228,13 @@ class Taps:
     def _call(self) -> RunningCall:
         running = RunningCall()
         self.root.add_look(lambda value, call: running.begin(value), first=True)
-        self.leaving = [*self.leaving, (self.index.root, _AfterAll(running.end))]
+        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(running.end))]
         # A wrapper that hands ``generate`` on is not called itself.
         for module in generators(self.index):
             if module is not self.index.root:
                 tap = self._input_tap(module, self.index.names(module)[0])
                 tap.add_look(lambda value, call: running.begin_inside(value), first=True)
-                self.leaving = [*self.leaving, (module, _AfterAll(running.end_inside))]
+                self.leaving = [*self.leaving, (module, AfterAllTap(running.end_inside))]
         return running
 
     def custom(self, target: Target, tap: CustomTap) -> None:

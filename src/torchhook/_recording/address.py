@@ -66,7 +66,9 @@ class Site(str):
     """The part of a nested value that is meant, as ``edits.at`` names it; empty for all of it."""
     role: str
     """The standard name by which it was chosen; empty for most."""
-    __slots__ = ("call", "leaf", "op", "path", "port", "role")
+    is_output: bool
+    """Whether it is all that a module returns, whenever it is called, under the module's own name."""
+    __slots__ = ("call", "is_output", "leaf", "op", "path", "port", "role")
 
     def __new__(
         cls,
@@ -93,6 +95,7 @@ class Site(str):
         site.port = port
         site.leaf = leaf
         site.role = role
+        site.is_output = text == path and op is None and call is None and port == "output" and not leaf
         return site
 
     def __eq__(self, other: object) -> bool:

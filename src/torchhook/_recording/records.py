@@ -75,10 +75,13 @@ class Recording:
         """The rows of a site, to be appended to; made on the first request, for the ``calls`` of it that are named."""
         if site.call is not None:
             site = site.every_call
-        rows = self._rows.get(site)
-        if rows is None:
-            rows = self._rows[site] = [] if limit is None and not calls else made(limit, calls)
-        return rows
+        return self._rows[site] if site in self._rows else self._rows.setdefault(site, made(limit, calls))
+
+    def opened_all(self, sites: Iterable[Site], limit: int | None = None) -> list[Rows]:
+        """The rows of sites that nobody has asked for yet, and that name no calls."""
+        opened: dict[Site, Rows] = {site: [] if limit is None else made(limit) for site in sites}
+        self._rows.update(opened)
+        return list(opened.values())
 
     @property
     def has_sites(self) -> bool:

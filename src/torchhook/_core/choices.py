@@ -1,0 +1,211 @@
+"""What selectors chose of a model, found again without a search while its modules are where they were.
+
+Whoever opens a session for each call asks the same of the same model again and again. Nothing here keeps a model, or a
+part of one: a module may know who holds it, so that even one of its layers would.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from torchhook._core.generators import generators_near
+from torchhook._core.index import Index, Step, is_callable, is_glob, is_script
+from torchhook._recording.address import Site
+
+Found = Sequence[tuple[Site, nn.Module]]
+"""Sites, each with the module that it is at."""
+
+_MOST = 16
+"""So many choices are remembered of one model, the newest."""
+
+_Ref = Callable[[], Any]
+_of_models: dict[int, tuple[_Ref, dict[Any, Choice]]] = {}
+"""By the model's id, with a weak reference that takes it away when the model goes."""
+
+
+def key_of(selectors: Any, exclude: Any, port: str) -> Any:
+    """What a choice is remembered by; ``None`` where what it means may change while the model does not.
+
+    That is so of functions, which may look at anything, of modules, and of standard names.
+    """
+    plain = _plain(selectors), None if exclude is None else _plain(exclude)
+    return None if plain[0] is None or (exclude is not None and plain[1] is None) else (*plain, port)
+
+
+def _plain(selectors: Any) -> Any:
+    kind = type(selectors)
+    if kind is str:
+        return None if selectors.startswith("@") else selectors
+    if kind is re.Pattern:
+        return selectors
+    if kind in (list, tuple):
+        # Names alone, as most are, without a call for each.
+        parts = tuple(selectors)
+        if not all(type(part) is str and part[:1] != "@" for part in parts):
+            parts = tuple(map(_plain, parts))
+        return None if None in parts else parts
+    return selectors if isinstance(selectors, type) else None
+
+
+def recall(index: Index, key: Any) -> Found | None:
+    """What was chosen by the same before; ``None`` where nothing is known, or the model is not what it was."""
+    model, known = _of_models.get(id(index.root), (None, None))
+    if known is None or model() is not index.root or (choice := known.get(key)) is None:  # type: ignore[misc]
+        return None
+    found = choice.found()
+    if found is None:
+        known.pop(key, None)
+        return None
+    index.recalled.append(choice)
+    return found
+
+
+def remember(index: Index, key: Any, found: Found) -> None:
+    """Note what was chosen by what ``index`` has followed and searched for it, and for nothing else."""
+    root = index.root
+    generate, near = generators_near(index)
+    searched = [*index.searched, *near]
+    if any(is_script(module) for module in (root, *(holder for holder, _, _ in index.followed), *searched)):
+        return  # which gives other objects for what it holds each time
+    model_id = id(root)
+    model, known = _of_models.get(model_id, (None, {}))
+    if model is None or model() is not root:
+        known = {}
+        _of_models[model_id] = weakref.ref(root, lambda gone: _forget(model_id, gone)), known
+    while len(known) >= _MOST:
+        known.pop(next(iter(known)), None)
+    known[key] = Choice(index, found, searched, generate, frozenset(_last_names(key)))
+
+
+def _last_names(key: Any) -> Iterator[str]:
+    """What globs end with, if that is a name: parameters and buffers of that name would be chosen too."""
+    if isinstance(key, str):
+        last = re.split("[/#:]", key.rpartition(".")[2])[0]
+        if is_glob(key) and not is_glob(last):
+            yield last
+    elif isinstance(key, tuple):
+        for part in key:
+            yield from _last_names(part)
+
+
+def _forget(model_id: int, gone: Any) -> None:
+    if _of_models.get(model_id, (None,))[0] is gone:  # the id may be another model's by now
+        _of_models.pop(model_id, None)
+
+
+class Choice:
+    """What some selectors chose, and what has to be as it was for them to choose the same."""
+
+    __slots__ = (
+        "_children",
+        "_followed",
+        "_generate",
+        "_holders",
+        "_kinds",
+        "_met",
+        "_modules",
+        "_names",
+        "_never_called",
+        "_searched",
+        "_sites",
+        "_tensors",
+    )
+
+    def __init__(
+        self,
+        index: Index,
+        found: Found,
+        searched: Iterable[nn.Module],
+        generate: Iterable[nn.Module],
+        tensor_names: frozenset[str],
+    ) -> None:
+        whole = {id(module): module for module in searched}
+        holders = [module for module in whole.values() if module._modules]
+        children = [child for module in holders for child in module._modules.values()]
+        # Each once, those that were searched first; what the others are is told by their places in this list.
+        met = dict.fromkeys(whole, 0)
+        self._met: list[_Ref] = []
+        for module in (*whole.values(), *children):
+            if met.get(id(module), 0) == 0:
+                self._met.append(_nothing if module is None else weakref.ref(module))
+                met[id(module)] = len(self._met)
+        self._searched = len(whole)
+        self._holders = [met[id(module)] - 1 for module in holders]
+        self._children = [met[id(child)] - 1 for child in children]
+        self._names = [name for module in holders for name in module._modules]
+        self._kinds: list[Any] = [type(child) for child in children]
+        self._never_called = [weakref.ref(module) for module in whole.values() if not is_callable(module)]
+        self._followed = [
+            (weakref.ref(holder), name, weakref.ref(child), type(child))
+            for holder, name, child in {(id(step[0]), step[1]): step for step in index.followed}.values()
+            if id(holder) not in whole
+        ]
+        self._sites = [site for site, _ in found]
+        self._modules = [weakref.ref(module) for _, module in found]
+        self._generate = [weakref.ref(module) for module in generate]
+        self._tensors = tensor_names
+
+    def holds(self) -> bool:
+        """Whether every module that was looked at is where it was, and no other has come."""
+        for holder, name, child, kind in self._followed:
+            above = holder()
+            now = None if above is None else above._modules.get(name)
+            if now is None or now is not child() or type(now) is not kind:
+                return False
+        # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes.
+        met: list[Any] = [ref() for ref in self._met]
+        never_called: list[Any] = [ref() for ref in self._never_called]
+        try:
+            holders = [module for module in met[: self._searched] if module._modules]
+        except AttributeError:  # one of them is gone
+            return False
+        if len(holders) != len(self._holders):
+            return False
+        held = [module._modules for module in holders]
+        children = [child for part in held for child in part.values()]
+        return (
+            all(map(is_, holders, map(met.__getitem__, self._holders)))
+            and list(chain.from_iterable(held)) == self._names
+            and list(map(type, children)) == self._kinds
+            and all(map(is_, children, map(met.__getitem__, self._children)))
+            and not any(map(is_callable, never_called))
+        )
+
+    def _has_tensors(self) -> bool:
+        """Whether there is a parameter or buffer now of a name that would choose it."""
+        if not self._tensors:
+            return False
+        modules: list[Any] = [ref() for ref in self._met[: self._searched]]
+        own = [held for module in modules for held in (module._parameters, module._buffers) if held]
+        return not all(map(self._tensors.isdisjoint, own))
+
+    def found(self) -> Found | None:
+        """Sites and modules; ``None`` where the model has changed."""
+        if not self.holds() or self._has_tensors():
+            return None
+        modules: list[Any] = [ref() for ref in self._modules]
+        return None if any(module is None for module in modules) else list(zip(self._sites, modules, strict=True))
+
+    def generators(self) -> list[nn.Module]:
+        """The modules that generate, as they were found on the ways to what was chosen."""
+        return [module for ref in self._generate if (module := ref()) is not None]
+
+    def steps(self) -> Iterator[Step]:
+        """The ways to what was chosen."""
+        for ref in self._met[: self._searched]:
+            if (holder := ref()) is not None:
+                yield from ((holder, name, child) for name, child in holder._modules.items() if child is not None)
+        for holder_ref, name, child_ref, _ in self._followed:
+            if (holder := holder_ref()) is not None and (child := child_ref()) is not None:
+                yield holder, name, child
+
+
+def _nothing() -> None:
+    """Stands for what a name holds that holds nothing."""
