@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from operator import attrgetter
+from sys import getrefcount
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
@@ -25,6 +26,7 @@ from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
 from torchhook._torch import sharded
+from torchhook._torch.hooks import held_by_name
 from torchhook._values import tree
 
 # Python's names for operators, where they differ from the name of the tensor method.
@@ -105,7 +107,10 @@ class Listener:
         self.enter(model)
 
     def leave(self, module: nn.Module) -> None:
-        if any(module is other for other in self._running) and not self._gate.is_foreign():
+        running = self._running
+        if not running or (running[-1] is not module and not any(module is other for other in running)):
+            return
+        if not self._gate.is_foreign():
             while self._running.pop() is not module:
                 pass  # left by an exception that the model caught
             if not self._running:
@@ -157,7 +162,7 @@ class Listener:
         return args, kwargs
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(True for _ in tree.tensors(output)):
+        if type(output) is Tensor or any(True for _ in tree.tensors(output)):
             self.seen.setdefault(id(module), Counter())[name] += 1
         return output
 
@@ -181,11 +186,14 @@ class _Mode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
+        self.made_here = False
+        """Whether the newest call has made what it returned: nobody else holds that."""
         self._ignored: set[Callable[..., Any]] = set()
         """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
-        self.listeners = sorted([*self.listeners, listener], key=attrgetter("turn"))
+        listeners = [*self.listeners, listener]
+        self.listeners = sorted(listeners, key=attrgetter("turn")) if len(listeners) > 1 else listeners
         self._settle()
 
     def ignore(self, listener: Listener) -> None:
@@ -217,13 +225,17 @@ class _Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if own_work.busy:
             return func(*args, **kwargs)
-        places = [(listener, listener.where(func, name)) for listener in self.listeners]
-        heard = [(listener, module) for listener, module in places if module is not None]
-        if heard and sharded.is_moving_weights(heard[0][1]):
+        heard = [
+            (listener, module) for listener in self.listeners if (module := listener.where(func, name)) is not None
+        ]
+        if not heard:
+            return func(*args, **kwargs)
+        if sharded.is_moving_weights(heard[0][1]):
             return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)
+        self.made_here = getrefcount(output) <= held_by_name  # here, where it is known how many hold it
         for listener, module in heard:
             output = listener.after(name, module, output, args, kwargs)
         return output
@@ -232,6 +244,11 @@ class _Mode(TorchFunctionMode):
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.mode = _Mode()
+
+
+def made_here() -> bool:
+    """While listeners hear of a call that is over: whether that has made what it returned, which nobody else holds."""
+    return _modes.mode.made_here
 
 
 _modes = _PerThread()

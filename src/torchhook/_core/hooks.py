@@ -18,7 +18,7 @@ from torchhook import _torch
 from torchhook._core.index import is_script
 from torchhook._core.scope import Scope, active
 from torchhook._torch import compiler
-from torchhook._torch.hooks import Undo, put_on_leaf, registered_anywhere
+from torchhook._torch.hooks import Undo, put_always, put_on_leaf, registered_anywhere
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -29,8 +29,7 @@ def before_call_first(undo: Undo, module: nn.Module, hook: Callable[..., Any]) -
 
 def after_call_always(undo: Undo, module: nn.Module, hook: Callable[..., Any], first: bool = True) -> None:
     """Call ``hook(module, args, output)`` when the module has run or raised, before all other hooks or after them."""
-    # On one line: what is set is known.
-    undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
+    put_always(undo, module, hook, first)
 
 
 _of_graphs = [0]  # hooks of this library on tensors and steps of graphs, which say nothing of those of a model

@@ -13,11 +13,11 @@ from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
 from torchhook._core import checkpointed
-from torchhook._core.functional import Listener
+from torchhook._core.functional import Listener, made_here
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, as_arguments, as_value
+from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._recording.address import Site
 from torchhook._torch import graph_task
 from torchhook.errors import SelectorError, SessionError
@@ -44,8 +44,8 @@ class SiteListener(Listener):
     def __init__(self, scope: Scope | None, last: bool = False) -> None:
         super().__init__(scope, last)
         # By the id of the module and the name of the operation.
-        self._inputs: dict[tuple[int, str], Tap] = {}
-        self._outputs: dict[tuple[int, str], Tap] = {}
+        self._inputs: dict[tuple[int, str], OperationTap] = {}
+        self._outputs: dict[tuple[int, str], OperationTap] = {}
         self._modules: dict[int, nn.Module] = {}
         self._names: set[str] = set()
         self._heard = False
@@ -63,7 +63,7 @@ class SiteListener(Listener):
         super().opened()
         self._changes = any(tap.edits or tap.aliases for tap in self.taps())
 
-    def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> Tap:
+    def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> OperationTap:
         """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
 
         Its place among its like says something only where there are as many of them as there were.
@@ -77,14 +77,15 @@ class SiteListener(Listener):
             self._expected[id(module), plain] = site, expected
         if plain != name or expected:
             self._counted.add((id(module), plain))
-        return (self._inputs if inward else self._outputs).setdefault((id(module), name), Tap(site.path))
+        return (self._inputs if inward else self._outputs).setdefault((id(module), name), OperationTap(site.path))
 
-    def taps(self) -> Iterator[Tap]:
+    def taps(self) -> Iterator[OperationTap]:
         yield from self._inputs.values()
         yield from self._outputs.values()
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
-        enter, leave = EnterTap(self.enter), _WholeTap(self.leave, self._finish)
+        enter = EnterTap(self.enter)
+        leave = _WholeTap(self.leave, self._finish) if self._counted else LeaveTap(self.leave)
         if id(index.root) not in self._modules:
             yield index.root, EnterTap(self._begin)
         for module in self._modules.values():
@@ -176,7 +177,7 @@ class SiteListener(Listener):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._changes and (id(module), name) in self._paths:
             self._follow(module, name)
-        for tap in self._taps_of(self._inputs, module, name):
+        for tap in self._taps_of(self._inputs, module, name) if self._inputs else ():
             passing = as_value(args, kwargs)
             value = tap.take(passing)
             if value is not passing:
@@ -184,6 +185,13 @@ class SiteListener(Listener):
         return args, kwargs
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._counted and (known := self._outputs.get((id(module), name))) is not None and known.only_records:
+            # What all the others come to, where a value is kept and nothing else is done.
+            self._heard = True
+            call = next(known.calls)
+            known.ran = call + 1
+            known.look(output, call, made_here())
+            return output
         super().after(name, module, output, args, kwargs)
         for tap in self._taps_of(self._outputs, module, name):
             output = self._taken(tap, output, args, kwargs)
@@ -191,7 +199,7 @@ class SiteListener(Listener):
             counts[-1][name] += 1
         return output
 
-    def _taps_of(self, taps: dict[tuple[int, str], Tap], module: nn.Module, name: str) -> list[Tap]:
+    def _taps_of(self, taps: dict[tuple[int, str], OperationTap], module: nn.Module, name: str) -> list[OperationTap]:
         """Those of an operation, and of its place among its like in this call of the module."""
         found = [tap] if (tap := taps.get((id(module), name))) is not None else []
         if (id(module), name) in self._counted and (counts := self._counts.get(id(module))):

@@ -282,6 +282,37 @@ class RecordTap(OutputTap):
         put_after(undo, module, self)
 
 
+class OperationTap(Tap):
+    """What passes an operation, and is kept before any others look at it if it is recorded."""
+
+    keep: Keep | None = None
+    rows: Rows
+    order: Iterator[int]
+
+    def record(self, keep: Keep, rows: Rows, order: Iterator[int]) -> None:
+        """Keep what passes."""
+        self.keep, self.rows, self.order = keep, rows, order
+
+    @property
+    def only_records(self) -> bool:
+        """Whether there is nothing to do with the value that passes but to keep it."""
+        return not (
+            self.keep is None
+            or self.edits
+            or self.looks
+            or self.aliases
+            or repeated
+            or torch_task() != -1
+            or dispatch_modes()
+        )
+
+    def look(self, value: Any, call: int, made_here: bool = False) -> None:
+        if self.keep is not None:
+            self.rows.append((call, next(self.order), self.keep.kept(value, made_here)))
+        for look in self.looks:
+            look(value, call)
+
+
 class CustomTap(OutputTap):
     """A forward hook whose passing value is what a function in PyTorch's own style makes of the call."""
 

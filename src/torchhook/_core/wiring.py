@@ -36,6 +36,7 @@ from torchhook._core.taps import (
     InputTap,
     LeaveTap,
     Look,
+    OperationTap,
     OutputTap,
     RecordTap,
     Tap,
@@ -177,14 +178,26 @@ class Taps:
     def record(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int], task: int) -> bool:
         """Have what passes a target kept, where a tap that does nothing else will do; ``task`` is the backward pass."""
         site, module, tensor = target
-        if tensor is not None or site.port != "output" or site.op is not None or site.call is not None or site.leaf:
+        if tensor is not None or site.port != "output" or site.call is not None or site.leaf:
             return False
+        if site.op is not None:
+            return self._record_operation(target, keep, rows, order)
         outputs, key = self._outputs, id(module)
         if key in outputs or site in self.targets:
             return False
         tap = RecordTap(site.path, self.seen_from, keep, rows, order, task)
         outputs[key] = (module, tap)
         self.targets[site] = (target, tap)
+        return True
+
+    def _record_operation(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int]) -> bool:
+        if target.site in self.targets:
+            return False
+        tap = self._operation_tap(target, inward=False)
+        if tap.keep is not None:  # recorded under another of its names
+            return False
+        tap.record(keep, rows, order)
+        self.targets[target.site] = (target, tap)
         return True
 
     def record_all(
@@ -306,7 +319,7 @@ class Taps:
             raise SessionError("operations are seen in one thread only, the session's own: leave out threads='all'.")
         self.listener = listener
 
-    def _operation_tap(self, target: Target, inward: bool) -> Tap:
+    def _operation_tap(self, target: Target, inward: bool) -> OperationTap:
         if self.listener is None:
             self.listen(SiteListener(self._scope))
         assert isinstance(self.listener, SiteListener)

@@ -18,7 +18,9 @@ unheard: Callable[[], contextlib.AbstractContextManager[Any]] = find("_C.Disable
 
 def mode_is_on(mode: TorchFunctionMode) -> bool:
     """Whether a mode is on torch's stack, at any depth."""
-    return any(_mode_at(i) is mode for i in range(_modes_on()))
+    above = _modes_on()
+    # On top, as nearly always.
+    return above > 0 and (_mode_at(above - 1) is mode or any(_mode_at(i) is mode for i in range(above)))
 
 
 def turn_off(mode: TorchFunctionMode) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
@@ -39,10 +40,31 @@ def _works() -> bool:
         for last in undo:
             take_away(last)
         module(2)
-        works = called == [((1,), {}), ((1,), 1)] and _works_on_leaves()
+        works = called == [((1,), {}), ((1,), 1)] and _works_when_raised() and _works_on_leaves()
     except Exception:  # whatever a later torch makes of it
         return False
     return works
+
+
+class _Raises(nn.Module):
+    def forward(self) -> None:
+        raise ValueError
+
+
+def _works_when_raised() -> bool:
+    module, called, undo = _Raises(), list[int](), Undo()
+    module.register_forward_hook(lambda *call: called.append(0), always_call=True)
+    for number in (1, 2):
+        hooks: Any = module._forward_hooks
+        key = _put(undo, hooks, lambda *call, at=number: called.append(at), module._forward_hooks_always_called)
+        hooks.move_to_end(key, last=False)
+    with contextlib.suppress(ValueError):
+        module()
+    for last in undo:
+        take_away(last)
+    with contextlib.suppress(ValueError):
+        module()
+    return called == [2, 1, 0, 0]
 
 
 def _works_on_leaves() -> bool:
@@ -68,7 +90,7 @@ def _more_keys() -> int:
     return first
 
 
-def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> None:
+def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] | None = None) -> int:
     key = next(_keys, None) or _more_keys()
     # Known before it is there: an interrupt may come between any two lines.
     if marks is not None:
@@ -76,6 +98,7 @@ def _put(undo: Undo, hooks: dict[int, Any], hook: Hook, marks: dict[int, bool] |
         marks[key] = True
     undo.append((hooks, key))
     hooks[key] = hook
+    return key
 
 
 def take_away(last: Callable[[], object] | tuple[dict[Any, Any], Any]) -> None:
@@ -95,6 +118,18 @@ def put_after(undo: Undo, module: nn.Module, hook: Hook) -> None:
         hooks[key] = hook
     else:
         undo.append(module.register_forward_hook(hook).remove)  # on one line: what is set is known
+
+
+def put_always(undo: Undo, module: nn.Module, hook: Hook, first: bool) -> None:
+    """Call ``hook(module, args, output)`` after the module ran or raised, before all other hooks or after them."""
+    if is_direct and type(module).register_forward_hook is _AFTER:
+        hooks: Any = module._forward_hooks
+        key = _put(undo, hooks, hook, module._forward_hooks_always_called)
+        if first:
+            hooks.move_to_end(key, last=False)
+    else:
+        # On one line: what is set is known.
+        undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
 
 
 class _Placed:
@@ -286,9 +321,17 @@ def _of_part(hold: bool) -> int:
     return _references_of_part((held,) if hold else (torch.ones(2),))
 
 
+def _of_name(hold: bool) -> int:
+    held = torch.ones(2) if hold else None
+    value = torch.ones(2) if held is None else held
+    return getrefcount(value)
+
+
 held_by_call = _counted(_references_in_hook)
 """How many references a hook finds to its value when only the running call holds it: then the call has made it."""
 held_by_view = _counted(_of_base)
 """How many a function finds to what a tensor is a view of, with those inside of torch, when only the view holds it."""
 held_by_tuple = _counted(_of_part)
 """How many a loop finds to a part of a tuple, when only the tuple holds that."""
+held_by_name = _counted(_of_name)
+"""How many a function finds to what another has just returned, when nobody else holds it."""
