@@ -57,6 +57,7 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
 
 NEEDED = {  # by torch itself, so that a process without them would show nothing
     "torch.nn.Module._call_impl",
+    "torch._TorchCompileInductorWrapper",
     "torch.utils.checkpoint._CheckpointFrame",  # "not_understood" stands for these two
     "torch.utils.checkpoint.CheckpointFunction._backward_cls",
     "torch._native_multi_head_attention",

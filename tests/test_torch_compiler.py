@@ -82,6 +82,21 @@ def test_a_setting_that_torch_does_not_have_is_not_recommended(monkeypatch: pyte
     assert compiler.hook_guards() == ""
 
 
+class Asks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if compiler.is_exporting() else x
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "_is_exporting_flag"), reason="this torch cannot tell")
+def test_what_is_compiled_is_not_exported() -> None:
+    torch._dynamo.reset()
+    x = torch.zeros(1)
+    assert Asks()(x) == 0
+    assert torch.compile(Asks(), backend="eager", fullgraph=True)(x) == 0
+    assert torch.export.export(Asks(), (x,), strict=False).module()(x) == 1
+    assert torch.export.export(Asks(), (x,), strict=True).module()(x) == 1
+
+
 def test_modules_know_that_they_were_compiled() -> None:
     inside, outside = nn.ReLU(), nn.ReLU()
     inside.compile(backend="eager")

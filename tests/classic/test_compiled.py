@@ -159,6 +159,34 @@ def test_what_the_compiler_leaves_out_may_have_sessions(net: Net) -> None:
         assert torch.equal(made(X), net.a(X) * 2)
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="this version's compiler follows no lists with names")
+@pytest.mark.parametrize("itself", [False, True])
+def test_features_of_compiled_code_are_read_by_position_and_by_path(net: Net, itself: bool) -> None:
+    hooked = th.FeatureLayers(net, ["a", "b"], attach=True)
+    made: Any = hooked if itself else torch.compile(hooked, backend="eager", fullgraph=True)
+    if itself:
+        hooked.compile(backend="eager", fullgraph=True)
+    for _ in range(2):
+        features, output = made(X)
+        assert torch.equal(features[0], net.a(X))
+        assert features["a"] is features[0]
+        assert features.keys() == ["a", "b"]
+        assert torch.equal(features[1], output)
+
+
+def test_the_second_call_runs_what_the_first_compiled(net: Net) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    made = torch.compile(th.FeatureLayers(net, ["a"], attach=True), backend=backend, fullgraph=True)
+    made(X)
+    made(X)
+    assert len(graphs) == 1
+
+
 @pytest.mark.shows("Compiled: attach=True on a model that was compiled and called", error="NeverRanError")
 @pytest.mark.parametrize("make", [lambda n: torch.compile(n, backend="eager"), lambda n: nn.Sequential(n)])
 def test_attached_hooks_on_a_model_that_was_compiled_and_called_say_that(net: Net, make: Any) -> None:

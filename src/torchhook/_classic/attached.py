@@ -72,6 +72,7 @@ class Attached:
         self.features = [(feature.path, feature.key, call) for feature, call in zip(wanted, calls, strict=True)]
         self.edited = [str(target.site) for target, _ in changes]
         self._call = threading.local()
+        self._call.state = None  # as after a call: where it is missing, the compiler would compile the second call anew
         self._scope = Scope() if stop else None
         units, ends = Units(index), early_end.refusal(index)
         # How many calls of each site make the features complete.

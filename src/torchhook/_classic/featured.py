@@ -24,7 +24,7 @@ from torchhook._core.scope import Scope
 from torchhook._core.select import Target, resolve
 from torchhook._core.session import Session
 from torchhook._recording.address import Calls, parse
-from torchhook._torch import compiler
+from torchhook._torch import compiler, cuda_graphs
 from torchhook._values import tree
 from torchhook._words import plural
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
@@ -230,9 +230,10 @@ class Featured(Facade):
         # The next call would write over it; torch.compile(wrapper) has no place to do that.
         if self._attached is None:
             raise SessionError(_NOT_COMPILED)
-        super().compile(*args, **kwargs)
-        options = kwargs.get("options") or {}
-        if kwargs.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
+        graphs = cuda_graphs.are_asked_for(kwargs)
+        copying = cuda_graphs.copying_out(kwargs) if graphs else None
+        super().compile(*args, **(copying or kwargs))
+        if graphs and copying is None:
             compiler.after_compiled_call(self, _copied_out)
 
     def to_onnx(
@@ -286,7 +287,7 @@ def _signed(model: nn.Module) -> Callable[..., Any]:
 
 
 def _copied_out(value: Any) -> Any:
-    return tree.map_tensors(lambda tensor: tensor.clone() if tensor.is_cuda else tensor, value)
+    return tree.map_tensors(cuda_graphs.copied_out, value)
 
 
 def _never_ran(path: str, target: Target, why: str) -> NeverRanError:

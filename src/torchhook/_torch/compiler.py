@@ -19,7 +19,15 @@ in_trace: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 """Whether the compiler follows the code that runs: then little of Python can be used."""
 
 # Where torch cannot tell (2.6), whatever is compiled: that version follows no class of ours either.
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+_public: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
+def _flag() -> bool:
+    return torch.compiler._is_exporting_flag
+
+
+# Of whatever it follows, the compiler of torch 2.11 and older says that it is exported; the flag it only reads.
+is_exporting: Callable[[], bool] = _flag if hasattr(torch.compiler, "_is_exporting_flag") else _public
 """Whether ``torch.export`` follows the code that runs."""
 
 follows_descriptors = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 9)
