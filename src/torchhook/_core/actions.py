@@ -178,6 +178,11 @@ def placed(edit: Any, target: Target, known: Where, own_threads: bool) -> tuple[
     return _of_part(change, target), to_come
 
 
+def counts_steps(edit: Any) -> bool:
+    """Whether what a user gives as an edit may ask in which step of a generation it is."""
+    return not edits.is_same_in_every_step(edits.adapt(edit))
+
+
 def _steps_of(edit: edits.Edit) -> list[edits.StepsToCome]:
     return list(edits.steps_to_come(edit))
 

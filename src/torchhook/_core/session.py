@@ -75,6 +75,7 @@ class Session(Shown):
         self._keeps: list[Keep] = []
         self._seen: set[Site] = set()
         self._to_come: list[tuple[Site, actions.ToCome]] = []
+        self._counts_steps = False  # who only looks, as a guard does, asks for none
         self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
         self._taps: Taps = Taps(self.index, scope, scope if self._own_threads_only else None)
@@ -102,6 +103,7 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
+        self._counts_steps = self._counts_steps or actions.counts_steps(edit)
         change, to_come = actions.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
             self._to_come.append((site, to_come))
@@ -254,7 +256,8 @@ class Session(Shown):
             taps.listener.opened()
             for module, boundary in taps.listener.boundaries(self.index):
                 attachment.attach(boundary, module)
-        counted = taps if own is None else steps.around(taps, recording, own, attachment)
+        counts = own is not None and (self._counts_steps or recording.has_sites)
+        counted = steps.around(taps, recording, own, attachment) if counts and own is not None else taps
         attachment.attach_all((*counted, *taps.leaving))
         if taps.parameters:
             gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)

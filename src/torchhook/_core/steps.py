@@ -332,9 +332,6 @@ Attached = tuple[nn.Module, Attachable]
 
 def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
-    # Who only looks, as a guard does, asks for no steps.
-    if not (recording.has_sites or any(tap.edits for tap in taps.all())):
-        return taps
     modules = generators(taps.index)
     if not modules:
         return taps

@@ -108,14 +108,15 @@ def segments() -> tuple[Any, list[Any]]:
     Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
     """
     recomputed, first, names = None, [], _names()
+    composable = sys.modules.get("torch.distributed._composable.contract")
     for frame in frames(1):
         if frame.f_globals is names:
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started
             if recomputed is not None:
                 break
-        elif frame.f_code is _CALL:
-            first += _segments_of(frame.f_locals.get("self"))
+        elif composable is not None and frame.f_code is _CALL:  # to read a frame's names takes long
+            first += _segments_of(frame.f_locals.get("self"), composable)
     if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
         recomputed, first = _segments_hooked()
     return recomputed, first
@@ -165,10 +166,9 @@ def _segments_in(values: Iterable[Any]) -> tuple[Any, list[Any]]:
     return None, []
 
 
-def _segments_of(module: Any) -> list[Any]:
+def _segments_of(module: Any, composable: Any) -> list[Any]:
     """Those that a module started which checkpoints itself by hooks: it holds them while it runs."""
-    composable = sys.modules.get("torch.distributed._composable.contract")
-    states = vars(module).get(getattr(composable, "STATE_KEY", None)) if composable is not None else None
+    states = vars(module).get(getattr(composable, "STATE_KEY", None))
     return [held for state in (states or {}).values() for held in _segments_in(vars(state).values())[1]]
 
 

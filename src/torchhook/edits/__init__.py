@@ -16,6 +16,7 @@ from torchhook.edits.adapting import adapt as adapt
 from torchhook.edits.adapting import changes_call as changes_call
 from torchhook.edits.blocking import block
 from torchhook.edits.catalogue import add, at, clamp, mean, noise, patch, replace, scale, zero
+from torchhook.edits.catalogue import is_same_in_every_step as is_same_in_every_step
 from torchhook.edits.changing import check as check
 from torchhook.edits.protocol import Edit
 from torchhook.edits.protocol import EditSite as EditSite

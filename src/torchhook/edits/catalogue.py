@@ -325,5 +325,13 @@ class At(CataloguedEdit):
         return steps_to_come(self.edit)
 
 
-KINDS = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch, At)
+_PLAIN = (_Replace, _Add, _Scale, _Zero, _Mean, _Clamp, _Noise, _Patch)
+KINDS = (*_PLAIN, At)
 """The edits themselves: a file of edits holds these."""
+
+
+def is_same_in_every_step(edit: Edit) -> bool:
+    """Whether an edit surely asks for no step of a generation; a function may do so by an edit that it calls."""
+    while type(edit) is At:
+        edit = edit.edit
+    return type(edit) in _PLAIN and not asks_step(edit)

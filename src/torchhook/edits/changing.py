@@ -128,10 +128,9 @@ def broadcasts(given: torch.Size, to: torch.Size) -> bool:
     >>> broadcasts(torch.Size([1, 4]), torch.Size([3, 4])), broadcasts(torch.Size([3, 4]), torch.Size([1, 4]))
     (True, False)
     """
-    try:
-        return bool(torch.broadcast_shapes(given, to) == to)
-    except RuntimeError:
-        return False
+    # Not torch.broadcast_shapes: it takes ten times as long as the edit itself.
+    sizes = zip(given[::-1], to[::-1], strict=False)
+    return len(given) <= len(to) and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def with_nested(new: Tensor, value: Any, site: Site) -> Any:
