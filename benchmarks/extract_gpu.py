@@ -154,8 +154,9 @@ class Clock:
 STEPS = (
     (job, "measure", "call: first batch"),
     (job.data_fingerprint, "of_data", "beside: fingerprint of the data"),
+    (identity.Looked, "__init__", "call: the model's code, its sums begun"),
+    (identity.Looked, "again", "first batch: the model's code, its sums read"),
     (identity.fingerprint, "of_tensors", "call: fingerprint of the model"),
-    (job, "_code", "call: fingerprint of the code"),
     (job, "_run", "call: the run"),
     (job, "finish", "call: finish"),
     (writer.Writer, "take", "run: waits for a slab"),

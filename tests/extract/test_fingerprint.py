@@ -13,7 +13,9 @@ from torch import nn
 
 from tests.extract import jobs
 from torchhook import transforms
+from torchhook._core.index import Index
 from torchhook._extract import fingerprint
+from torchhook._extract.api import extract
 from torchhook._extract.fingerprint import contents, of_model
 from torchhook._extract.function_fingerprint import of_function
 
@@ -108,6 +110,91 @@ def test_where_a_device_lacks_memory_for_many_tensors_each_is_summed_alone(monke
 
     monkeypatch.setattr(fingerprint.torch, "stack", fail)
     assert fingerprint.of_tensors(model) == expected
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Every tensor as if it were on a GPU, and only what can be read there."""
+    monkeypatch.setattr(fingerprint, "_on_host", lambda flat: False)
+    monkeypatch.setattr(fingerprint, "_waited_for", lambda tensor: tensor.device.type != "meta")
+
+
+def read_ahead(model):
+    ahead = fingerprint.Ahead(Index(model))
+    ahead.read()
+    return names(model, ahead)
+
+
+def names(model, ahead):
+    return {
+        name: ahead.contents[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in ahead.contents
+    }
+
+
+def unreadable(tensor):
+    raise RuntimeError("nothing is to be read here")
+
+
+def test_what_is_read_ahead_is_what_each_tensor_holds(monkeypatch, elsewhere):
+    model = Mixed()
+    ahead = fingerprint.Ahead(Index(model))
+    ahead.read()
+    expected = {name: contents(tensor) for name, tensor in model.state_dict().items() if "nowhere" not in name}
+    assert names(model, ahead) == expected
+    monkeypatch.undo()
+    known = fingerprint.of_tensors(model)
+    # All the rest has no numbers.
+    monkeypatch.setattr(fingerprint, "_integers", unreadable)
+    assert fingerprint.of_tensors(model, ahead) == known
+
+
+def test_of_the_host_nothing_is_read_ahead():
+    assert read_ahead(Mixed()) == {}
+
+
+def test_what_is_written_to_or_replaced_meanwhile_is_read_again(elsewhere):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5), nn.Linear(5, 6), nn.Linear(6, 7))
+    ahead = fingerprint.Ahead(Index(model))
+    with torch.no_grad():
+        model[0].weight[0, 0] = 7.0
+        model[1].running_mean.add_(1)
+        model[2].weight.data = torch.ones(5, 4)
+    model[3].bias = nn.Parameter(torch.ones(6))
+    model[4] = nn.Linear(6, 7)
+    ahead.read()
+    again = {"0.weight", "1.running_mean", "2.weight", "3.bias", "4.weight", "4.bias"}
+    assert set(model.state_dict()) - set(names(model, ahead)) == again
+    assert fingerprint.of_tensors(model, ahead) == fingerprint.of_tensors(model)
+
+
+def test_what_cannot_be_read_ahead_is_read_afterwards(elsewhere, monkeypatch):
+    model = nn.Linear(3, 4)
+    with torch.inference_mode():
+        model.register_buffer("of_inference", torch.ones(3))  # nobody counts who writes to it
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert set(read_ahead(model)) == {"weight", "bias"}
+    monkeypatch.setattr(fingerprint, "version_of", lambda tensor: -1)  # a torch without versions
+    assert read_ahead(model) == {}
+
+
+class Writing(nn.Module):
+    """Writes to its own parameter as it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.inner.bias.fill_(1.5)
+        return self.inner(x)
+
+
+def test_a_model_that_writes_to_its_weights_is_known_by_what_the_first_batch_leaves(elsewhere, tmp_path):
+    model = Writing()
+    features = extract(model, torch.ones(6, 3), "inner", tmp_path, batch_size=2, progress=False)
+    assert features.manifest.model == of_model(model)
+    assert extract(model, torch.ones(6, 3), "inner", tmp_path, batch_size=2, progress=False).manifest.rows == 6
 
 
 def scale(value, by=2):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from tests.models import Nasty
 from torchhook import transforms
 from torchhook._core.calling import undisturbed
+from torchhook._core.index import Index
 from torchhook._extract import task
 from torchhook._extract.api import extract
 from torchhook._extract.batches import Batch
-from torchhook._extract.fingerprint import contents, of_model, of_tensors
+from torchhook._extract.fingerprint import Ahead, contents, of_model, of_tensors
 from torchhook._features.api import open_features
 
 try:
@@ -160,6 +161,59 @@ def test_the_tensors_of_a_model_have_the_digests_of_the_host() -> None:
     model = _many()
     expected = of_tensors(model)
     assert of_tensors(model.cuda()) == expected
+
+
+def test_what_is_read_ahead_are_the_digests_of_the_host_and_not_of_what_is_written_to() -> None:
+    torch.manual_seed(0)
+    model = _many()
+    expected = of_tensors(model)
+    ahead = Ahead(Index(model.cuda()))
+    model.get_buffer("d").fill_(1)
+    ahead.read()
+    left = {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in ahead.contents}
+    assert left == {"d"}
+    found = of_tensors(model, ahead)
+    assert found == of_tensors(model)
+    assert {name for name, digest in found[1].items() if digest != expected[1][name]} == {"d"}
+
+
+class _Long(nn.Module):
+    """Takes long after its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        return x * 2
+
+
+def test_the_next_batches_are_begun_while_the_first_one_runs() -> None:
+    torch.manual_seed(0)
+    model, x = _Long().cuda().eval(), torch.randn(512, 64)
+    ended: list[torch.cuda.Event] = []
+    running: list[bool] = []
+
+    def returned(*args: object) -> None:  # of the first batch alone: the others stop at the layer
+        ended.append(torch.cuda.Event())
+        ended[-1].record()
+
+    model.register_forward_hook(returned)
+    model.layer.register_forward_pre_hook(lambda *args: running.append(bool(ended) and not ended[0].query()))
+    for _ in range(2):  # the first time, kernels are loaded and pinned memory is made, which may wait for the device
+        ended.clear()
+        running.clear()
+        with tempfile.TemporaryDirectory() as folder:
+            features = extract(model, x, "layer", folder, batch_size=64, rows_per_shard=128, progress=False)
+            assert (len(ended), len(running)) == (1, 8)
+            assert features.manifest.model == of_model(model)
+            stored = features["layer"][:]
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x.cuda(), model.layer.weight, model.layer.bias)
+    assert torch.allclose(stored, expected.cpu(), atol=1e-2)
+    assert running[:4] == [False, True, True, True], running
 
 
 def test_buffers_on_a_device_come_back_and_those_that_have_not_changed_are_not_written_to() -> None:

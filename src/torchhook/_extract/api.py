@@ -19,6 +19,7 @@ from torchhook._extract.eval_mode import evaluating_on, random_numbers_kept
 from torchhook._extract.image_folder import SUFFIXES, ImageFolder
 from torchhook._extract.inputs import Part
 from torchhook._extract.passes import Passes
+from torchhook._extract.request import Request, check
 from torchhook._extract.special_tokens import Drop
 from torchhook._features.api import Features, Folder, Store, absolute, open_features
 from torchhook.errors import ExtractError
@@ -126,7 +127,7 @@ def extract(
         engine_options: For Ray: ``actors``, ``num_cpus`` and ``num_gpus`` of each, and options of ``map_batches``.
     """
     _check_out(out)
-    request = job.Request(
+    request = Request(
         model=model,
         data=data,
         sites=sites,
@@ -154,14 +155,14 @@ def extract(
         engine_options=engine_options or {},
         dry_run=dry_run,
     )
-    job.check(request)
+    check(request)
     # Around the preparation too: the first batch is loaded and run there, and both may draw random numbers.
     with random_numbers_kept(), contextlib.ExitStack() as stack:
         prepared = job.prepare(request, stack)
         if prepared is None:  # a rank that came when the others had done everything
             return open_features(request.out)
         if dry_run:  # only execute writes
-            return prepared.estimate
+            return prepared.estimate()
         whole = job.execute(prepared)
         return job.finish(prepared, whole)
 

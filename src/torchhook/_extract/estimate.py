@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -28,7 +30,6 @@ from torchhook._values import tree
 from torchhook._words import counted
 from torchhook.errors import DataWarning, ExtractError, warn
 
-T = TypeVar("T")
 SHARD_BYTES = 64 << 20  # so many, times four slabs, is the memory that features take
 MOST_ROWS = 1 << 16
 """Small rows would make a shard that takes too long to do again."""
@@ -45,9 +46,14 @@ class Measure:
     columns: tuple[ColumnSpec, ...]
     row_bytes: int
     batch_rows: int
-    seconds: float
+    took: Callable[[], float]
+    """Seconds. A GPU is only begun to be used when the batch is measured: whoever asks waits until it is done."""
     first: FirstBatch | None
     """``None`` if the batch could not be run as a whole."""
+
+    @property
+    def seconds(self) -> float:
+        return self.took()
 
     @property
     def seconds_per_row(self) -> float:
@@ -56,14 +62,27 @@ class Measure:
     def rows_per_shard(self, shard_bytes: int | None, source: Source, ranks: int) -> int:
         """The most rows that fit ``shard_bytes``, as whole batches; by default by time and by ranks, too."""
         batch = source.batch_size or self.batch_rows
-        fit = min(MOST_ROWS, (shard_bytes or SHARD_BYTES) // max(1, self.row_bytes)) // batch
-        if shard_bytes is None:
+        if shard_bytes is not None:
+            return max(1, self._fit(shard_bytes) // batch) * batch
+        fit = self._most(source, ranks)
+        if fit > 1:
             in_time = int(min(MOST_ROWS, SHARD_SECONDS / max(1e-9, self.seconds_per_row))) // batch
             # A power of two: times are never the same twice, and the cut should be, where it can.
             fit = min(fit, 1 << (in_time.bit_length() - 1)) if in_time else 1
-            if source.rows is not None:
-                fit = min(fit, source.rows // (SHARDS_PER_RANK * ranks) // batch)
         return max(1, fit) * batch
+
+    def cut_by_time(self, source: Source, ranks: int) -> bool:
+        """Whether the time says how many rows a shard has: not where one batch is as much as fits."""
+        return self._most(source, ranks) > 1
+
+    def _most(self, source: Source, ranks: int) -> int:
+        """Batches in a shard, whatever time they take."""
+        batch = source.batch_size or self.batch_rows
+        fit = self._fit(SHARD_BYTES) // batch
+        return fit if source.rows is None else min(fit, source.rows // (SHARDS_PER_RANK * ranks) // batch)
+
+    def _fit(self, shard_bytes: int) -> int:
+        return min(MOST_ROWS, shard_bytes // max(1, self.row_bytes))
 
 
 def measure(
@@ -75,24 +94,30 @@ def measure(
     skip: bool,
     *,
     at: int = 0,
-    timed: bool = False,
+    timed: Callable[[Measure], bool] = lambda found: False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Measure:
-    """Run the first batch from row ``at`` on, and one more where time matters: the first also pays for the start."""
+    """Run the first batch from row ``at`` on, and one more where time matters: the first also pays for the start.
+
+    ``meanwhile`` is called when the first is under way; nobody waits for a GPU who does not need to know the time.
+    """
     several = max(1, getattr(source, "options", {}).get("num_workers", 0))  # who load at once, when it goes on
     with contextlib.closing(cast(Generator[Batch, None, None], source.first(at))) as batches:
-        found, loading = _loading(lambda: _first(forward, batches, extras, device, dtype, skip))
-        found = dataclasses.replace(found, seconds=found.seconds + (loading - found.seconds) / several)
-        if timed and found.seconds_per_row * min(source.rows or MOST_ROWS, MOST_ROWS) > SHARD_SECONDS:
-            second, loading = _loading(lambda: next(batches, None))
+        start = time.perf_counter()
+        found, running = _first(forward, batches, extras, device, dtype, skip)
+        loading = (time.perf_counter() - start - running) / several
+        ran = found.took
+        found = dataclasses.replace(found, took=lambda: ran() + loading)
+        meanwhile()
+        if timed(found) and found.seconds_per_row * min(source.rows or MOST_ROWS, MOST_ROWS) > SHARD_SECONDS:
+            start = time.perf_counter()
+            second = next(batches, None)
             if second is not None and second.value is not None:
-                seconds = _timed(lambda: _quietly(forward, second, device), device) + loading / several
-                return dataclasses.replace(found, seconds=seconds / len(second.good) * found.batch_rows)
+                loading = (time.perf_counter() - start) / several
+                again = _Timed(lambda: _quietly(forward, second, device), device)
+                seconds = (again.seconds() + loading) / len(second.good) * found.batch_rows
+                return dataclasses.replace(found, took=lambda: seconds)
     return found
-
-
-def _loading(function: Callable[[], T]) -> tuple[T, float]:
-    start = time.perf_counter()
-    return function(), time.perf_counter() - start
 
 
 def _quietly(forward: Forward, batch: Batch, device: torch.device) -> None:
@@ -108,15 +133,20 @@ def _first(
     device: torch.device,
     dtype: torch.dtype | None,
     skip: bool,
-) -> Measure:
-    """Run the first batch that loads and runs, or, where rows may be skipped, the first row that does."""
+) -> tuple[Measure, float]:
+    """Run the first batch that loads and runs, or, where rows may be skipped, the first row that does.
+
+    With it come the seconds in which the model was at it and this thread did nothing else.
+    """
     last: Exception | None = None
     for batch in batches:
         if batch.value is None:
             last = ExtractError(f"no row of the first batch could be loaded: {next(iter(batch.failed.values()))}")
             continue
         try:
-            return _measured(forward, batch, extras, device, dtype)
+            found, running = _measured(forward, batch, extras, device, dtype)
+            # What is wrong with a row may show on the device alone.
+            return found, (found.seconds if skip else running)
         except ExtractError:
             raise  # no other row would change that
         except Exception as error:
@@ -127,16 +157,15 @@ def _first(
         for one in batch.singles():
             with contextlib.suppress(Exception):  # the user's own model, whose error on the batch is the one to tell
                 if one.value is not None:
-                    found = _measured(forward, one, extras, device, dtype)
-                    return dataclasses.replace(
-                        found, batch_rows=batch.span, seconds=found.seconds * batch.span, first=None
-                    )
+                    found, _ = _measured(forward, one, extras, device, dtype)
+                    seconds = functools.partial(operator.mul, found.seconds, batch.span)
+                    return dataclasses.replace(found, batch_rows=batch.span, took=seconds, first=None), seconds()
     raise last or ExtractError("the data has no rows.")
 
 
 def _measured(
     forward: Forward, batch: Batch, extras: Extras, device: torch.device, dtype: torch.dtype | None
-) -> Measure:
+) -> tuple[Measure, float]:
     _tell_unused(forward, batch.value, extras)
     good = batch.good
     said = extras.padding(batch.value, batch.start, good)
@@ -153,7 +182,7 @@ def _measured(
     # Whole: a layer may run again after the last site was seen, and then its address is not enough.
     square = Square(batch.value, len(good))
     with inputs.explaining(batch.value, forward.model, forward.input_fn):
-        seconds = _timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
+        ran = _Timed(lambda: forward(batch.value, device, look, stop=False, said=said, see=square.see), device)
     for site, times in calls.items():
         if times > 1:
             first = parse(site).first_call  # of a range, the first of its calls
@@ -168,7 +197,8 @@ def _measured(
     own = extra_columns(extras.of(batch.value, batch.start, good))
     nbytes = sum(nbytes for _, nbytes in found.values())
     columns = (*(found[name][0] for name in dict.fromkeys(ordered)), *own)
-    return Measure(columns, -(-nbytes // len(good)), len(good), seconds, FirstBatch(batch, values))
+    measured = Measure(columns, -(-nbytes // len(good)), len(good), ran.seconds, FirstBatch(batch, values))
+    return measured, ran.running
 
 
 def _tell_unused(forward: Forward, batch: Any, extras: Extras) -> None:
@@ -184,13 +214,27 @@ def _tell_unused(forward: Forward, batch: Any, extras: Extras) -> None:
         )
 
 
-def _timed(function: Callable[[], None], device: torch.device) -> float:
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        # Kernels are only queued when the call returns.
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+class _Timed:
+    """A pass over a batch. On a GPU it is only under way when this is made: kernels are queued, and nobody waits."""
+
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        before = None if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
+        start = time.perf_counter()
+        function()
+        self.running = time.perf_counter() - start
+        """Seconds until the call had returned."""
+        if stream is not None and before is not None:
+            self._events = before, stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def seconds(self) -> float:
+        """How long it took, which is known when it has ended."""
+        if self._events is not None:
+            before, after = self._events
+            after.synchronize()
+            self.running, self._events = before.elapsed_time(after) / 1000, None
+        return self.running
 
 
 @dataclasses.dataclass(frozen=True)

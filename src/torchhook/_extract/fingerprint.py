@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from torchhook._core.index import Index
 from torchhook._core.offload import read
-from torchhook._torch import sharded
+from torchhook._torch import sharded, version_of
 from torchhook._values import tree
+from torchhook._values.host_copies import HostCopies
 from torchhook._values.subclasses import is_distributed, local
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,26 +37,78 @@ def of_model(model: nn.Module) -> str:
     return of_tensors(model)[0]
 
 
-def of_tensors(model: nn.Module) -> tuple[str, dict[str, str]]:
-    """The same, and a short digest of each tensor by name, so that a difference can be named."""
+def of_tensors(model: nn.Module, ahead: Ahead | None = None) -> tuple[str, dict[str, str]]:
+    """The same, and a short digest of each tensor by name, so that a difference can be named.
+
+    What was read ahead is not read again.
+    """
     index = Index(model)
     digest, tensors = hashlib.sha256(), {}
     for name, module in index.modules.items():
         digest.update(f"{name} {type(module).__qualname__} {ADDRESS.sub('', module.extra_repr())}".encode())
-    together = _Together()
+    together, texts = _Together(), dict[str, str]()
     found: dict[str, str] = {}
     for name, (module, own) in index.tensors.items():
         with read(module, own) as tensor:
             if isinstance(tensor, Tensor):
                 found[name] = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-                together.add(name, tensor)
-    texts = together.texts()
+                known = None if ahead is None else ahead.contents.get(id(tensor))
+                if known is None:
+                    together.add(name, tensor)
+                else:
+                    texts[name] = known
+    texts |= together.texts()
     for name, about in found.items():
         tensors[name] = texts[name][:8]
         digest.update(f"{about} {texts[name]}".encode())
     return f"{type(index.modules['']).__name__} {len(tensors)} tensors {digest.hexdigest()[:12]}", tensors
 
 
+class Ahead:
+    """Contents of the tensors of a model on a GPU, begun before a batch runs: they are there while it still does.
+
+    Read after it, they would be the last that the GPU does before the host can go on, and it would wait for the host.
+    What is written to meanwhile is not taken from here; by way of ``.data``, nobody counts that, and what was there
+    before the batch is what is known.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._together = _Together()
+        self._begun: dict[str, tuple[Tensor, Any]] = {}
+        self.contents: dict[int, str] = {}
+        """By the ids of tensors, which live as long as this."""
+        for name, (module, own) in index.tensors.items():
+            tensor = getattr(module, own)
+            if _can_be_ahead(tensor):
+                self._begun[name] = tensor, _state(tensor)
+                self._together.add(name, tensor)
+        self._together.begin()
+
+    def read(self) -> None:
+        """When the batch is under way; what it writes to is for who reads it when the batch has run."""
+        texts = self._together.texts()
+        for name, (tensor, before) in self._begun.items():
+            if _state(tensor) == before and texts[name] != _NO_NUMBERS:
+                self.contents[id(tensor)] = texts[name]
+
+
+def _can_be_ahead(tensor: Any) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    # What was made for inference does not count who writes to it.
+    return plain and _waited_for(tensor) and not tensor.is_inference() and version_of(tensor) >= 0
+
+
+def _waited_for(tensor: Tensor) -> bool:
+    """Whether its numbers are on a device that works on its own."""
+    return tensor.is_cuda
+
+
+def _state(tensor: Tensor) -> Any:
+    # A parameter that is sharded, or that is moved, is given other memory without being written to.
+    return version_of(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+_NO_NUMBERS = "unread"
 _UNREAD = (RuntimeError, NotImplementedError, TypeError, KeyError)
 """What meta, quantized and exotic tensors raise: shape and dtype have to do."""
 
@@ -66,7 +119,7 @@ def contents(tensor: Tensor) -> str:
     try:
         return _text(_sums(_integers(tensor)))
     except _UNREAD:
-        return "unread"
+        return _NO_NUMBERS
 
 
 def _text(sums: np.ndarray) -> str:
@@ -110,8 +163,9 @@ def _sums_there(flat: Tensor) -> Tensor:
     # Many blocks at once: it is the number of launches that takes time.
     groups = flat[:whole].view(-1, _BLOCK).split(_AT_ONCE) if whole else ()
     sums = [(group * weights).sum(1) for group in groups]
-    sums += [(block * weights[: len(block)]).sum()[None] for block in flat[whole:].split(_BLOCK) if len(block)]
-    return torch.cat(sums)
+    if whole < len(flat):
+        sums += [(block * weights[: len(block)]).sum()[None] for block in flat[whole:].split(_BLOCK)]
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
 
 
 class _Together:
@@ -122,6 +176,8 @@ class _Together:
         self._waiting: dict[Any, list[tuple[str, Tensor]]] = {}
         self._items = 0  # that wait: their memory may be held by nobody else
         self._taken: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
+        self._begun: list[tuple[list[tuple[list[str], Tensor]], Tensor]] = []
+        self._copies = HostCopies()
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
@@ -137,25 +193,38 @@ class _Together:
                 self._waiting.setdefault((flat.device, flat.dtype, len(flat)), []).append((name, flat))
                 self._items += len(flat)
         except _UNREAD:
-            self._texts[name] = "unread"
+            self._texts[name] = _NO_NUMBERS
         if self._items > _TOGETHER:
             self._take()
 
     @torch.no_grad()
-    def texts(self) -> dict[str, str]:
-        """By the names of the tensors."""
+    def begin(self) -> None:
+        """Have the answers copied as soon as they are there: who asks for them waits for nothing that comes later."""
         self._take()
         for taken in self._taken.values():
-            try:
-                numbers = torch.cat([sums for _, sums in taken]).cpu().numpy()
-            except _UNREAD:
-                self._texts |= {name: "unread" for names, _ in taken for name in names}
-                continue
+            self._copy(taken)
+        self._taken = {}
+        self._copies.settle()
+
+    def texts(self) -> dict[str, str]:
+        """By the names of the tensors."""
+        self.begin()
+        if self._begun:
+            self._copies.wait()
+        for taken, answers in self._begun:
+            numbers = answers.numpy()
             for names, sums in taken:
                 each = np.split(numbers[: len(sums)], len(names))
                 self._texts |= dict(zip(names, map(_text, each), strict=True))
                 numbers = numbers[len(sums) :]
+        self._begun = []
         return self._texts
+
+    def _copy(self, taken: list[tuple[list[str], Tensor]]) -> None:
+        try:
+            self._begun.append((taken, self._copies.copy(torch.cat([sums for _, sums in taken]))))
+        except _UNREAD:
+            self._texts |= {name: _NO_NUMBERS for names, _ in taken for name in names}
 
     def _take(self) -> None:
         for (device, _, length), held in self._waiting.items():

@@ -1,4 +1,4 @@
-"""A call of ``extract`` in four steps: check what is asked for, prepare, execute, finish.
+"""A call of ``extract``, once it is known to mean something, in three steps: prepare, execute, finish.
 
 Until ``execute``, nothing is written: whatever is wrong with the call, the model or the first batch, a store that was
 there before is there still.
@@ -8,120 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from torchhook._core.per_site import Transforms
-from torchhook._core.select import Selector
-from torchhook._extract import completion, data_fingerprint, engines, first_stored, model_code, skips, sources
+from torchhook._extract import completion, data_fingerprint, engines, first_stored, skips, sources
 from torchhook._extract.estimate import Estimate, Measure, measure
 from torchhook._extract.eval_mode import evaluating_on
 from torchhook._extract.fill import Extras
 from torchhook._extract.forward import Forward
 from torchhook._extract.function_fingerprint import of_function
-from torchhook._extract.identity import Identity
+from torchhook._extract.identity import Identity, Looked
 from torchhook._extract.image_folder import opened
-from torchhook._extract.inputs import Part, is_table
+from torchhook._extract.inputs import is_table
 from torchhook._extract.progress import Progress
 from torchhook._extract.ray import expected_actors, on_ray
+from torchhook._extract.request import Request
 from torchhook._extract.sources import Source
-from torchhook._extract.special_tokens import Drop, special_ids, without
+from torchhook._extract.special_tokens import special_ids, without
 from torchhook._extract.task import Task
 from torchhook._features.api import Contents, Features, Manifest, Page, Store, versions
 from torchhook._recording.tables import size
-from torchhook.errors import ExtractError, require
+from torchhook.errors import ExtractError
 
+S = TypeVar("S")
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a call of ``extract`` asks for; its docstring says what each of these is."""
-
-    model: nn.Module
-    data: Any
-    sites: Selector
-    out: str | os.PathLike[str]
-    batch_size: int | None
-    transform: Transforms
-    run_on: torch.device | str | None
-    dtype: torch.dtype | None
-    rows_per_shard: int | None
-    shard_bytes: int | None
-    ids: Part
-    labels: Part
-    lengths: Part
-    drop_special: Drop
-    input_fn: Callable[[Any], Any] | None
-    engine: str
-    workers: int | None
-    resume: bool
-    on_error: str
-    nan: str
-    progress: bool
-    autocast: torch.dtype | bool | None
-    engine_options: dict[str, Any]
-    max_skipped: int | float | None = None
-    retry_skipped: bool = False
-    dry_run: bool = False
-
-    @property
-    def any_cut(self) -> bool:
-        """Whether the call leaves open how rows are cut into shards."""
-        return self.rows_per_shard is None and self.shard_bytes is None
-
-    @property
-    def replaces(self) -> bool:
-        """Whether a store that is there is deleted. Ranks find none when they start, and then one of theirs."""
-        return not self.resume and (self.engine != "torchrun" or engines.ranks()[1] == 1)
-
-    @property
-    def skip(self) -> bool:
-        """Whether rows may be left out."""
-        return self.on_error == "skip"
-
-
-# -- check ------------------------------------------------------------------------------------------
-
-
-def check(request: Request) -> None:
-    """Refuse options that mean nothing, before anything is loaded or run."""
-    _one_of("on_error", request.on_error, ("raise", "skip"))
-    _one_of("nan", request.nan, ("raise", "keep"))
-    _one_of("engine", request.engine, ("local", "torchrun", "ray"))
-    if request.rows_per_shard is not None and request.shard_bytes is not None:
-        raise ValueError("give rows_per_shard or shard_bytes, not both.")
-    for name in ("rows_per_shard", "shard_bytes", "batch_size"):
-        number = getattr(request, name)
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number}: give a positive number.")
-    if request.engine == "ray":
-        # Here, and not after the first batch has been loaded and run.
-        require("ray", "ray")
-    elif request.engine_options:
-        raise ValueError(f"engine_options={request.engine_options} are for engine='ray'.")
-    if request.max_skipped is not None:
-        skips.check(request.max_skipped)
-        if not request.skip:
-            raise ValueError(f"max_skipped={request.max_skipped} is for on_error='skip'.")
-    if request.engine == "local" and not request.dry_run:
-        engines.warn_of_others()
-    if request.engine == "torchrun" and engines.ranks()[1] > 1 and request.retry_skipped:
-        raise ExtractError(
-            "retry_skipped=True: ranks would delete each other's shards. Call it once with engine='local'."
-        )
-    if request.engine == "torchrun" and engines.ranks()[1] > 1 and not request.resume and Store(request.out).manifest():
-        raise ExtractError("resume=False: ranks would delete each other's shards. Delete the store before they start.")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: use {', '.join(map(repr, allowed))}.")
 
 
 # -- prepare ------------------------------------------------------------------------------------------
@@ -138,7 +51,11 @@ class Job:
     """Shards that need not be done."""
     todo: list[int] | None
     """Shards that are missing; ``None`` for a stream, whose end nobody knows."""
-    estimate: Estimate
+    measured: Measure
+    estimate: Callable[[], Estimate]
+    """Asked for where it is told: it knows how long the first batch took, and waits for its end."""
+    free: int | None
+    """Bytes that are free where the store will be."""
     freed: int
     """Bytes of the store that will be replaced."""
     found: Contents | None
@@ -167,16 +84,24 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
         # By the store's own plan: the index is believed of that, and whether this run fits it is asked later.
         found = None if before is None else store.contents(before)
         at = at if source.rows is not None and at < source.rows and not (turns is None and found and found.sizes) else 0
-        timed = request.any_cut and before is None
         data = data_fingerprint.begun(source, ids, request.labels, request.lengths)
-        code = _code(request, forward)
-        measured, told = _beside(
-            device,
-            lambda: measure(forward, source, extras, device, request.dtype, request.skip, at=at, timed=timed),
-            lambda: stack.enter_context(data),
-        )
-        code = model_code.steady(code, _code(request, forward))  # as long as it shows what the run has changed
-    identity = Identity.of(request.model, code, told, device)
+
+        def first() -> tuple[Looked, Measure]:
+            looked = Looked(forward.index, _functions(request, forward))
+            return looked, measure(
+                forward,
+                source,
+                extras,
+                device,
+                request.dtype,
+                request.skip,
+                at=at,
+                timed=lambda found: before is None and _time_matters(request, source, found),
+                meanwhile=looked.again,
+            )
+
+        (looked, measured), told = _beside(device, first, lambda: stack.enter_context(data))
+    identity = Identity.of(request.model, looked, told, device)
     identity.warn()
     manifest = _manifest(request, forward, source, measured, before, identity)
     task = Task(
@@ -194,16 +119,37 @@ def prepare(request: Request, stack: contextlib.ExitStack) -> Job | None:
     if found is None:
         found = store.contents(manifest)
     _check_dry_run(request, store, before, manifest, found)
+    if request.replaces or before is not None or found.sizes:
+        measured.took()  # what is wrong with the first batch may show at its end, and nothing must be gone then
+    return _left_to_do(request, task, measured, found, turns)
+
+
+def _left_to_do(request: Request, task: Task, measured: Measure, found: Contents, turns: engines.Turns | None) -> Job:
+    """The job, by what the store holds."""
+    store, manifest = task.store, task.manifest
     retried = request.retry_skipped and not request.replaces
     again = {entry.shard: entry.skipped for entry in found.entries([]) if entry.skipped} if retried else {}
     there = set() if request.replaces else set(found.sizes).difference(again)
     if request.skip:
         task.skips.stored(sum(len(entry.skipped) for shard, entry in found.known.items() if shard in there))
     todo = manifest.missing(there)
-    estimate = Estimate(manifest, measured.seconds_per_row, None if todo is None else len(todo), store.free())
+    free, left = store.free(), None if todo is None else len(todo)
     freed = sum(found.sizes.values()) if request.replaces else 0
     held = None if request.replaces else found
-    return Job(request, store, task, there, todo, estimate, freed, held, again, turns)
+    return Job(
+        request,
+        store,
+        task,
+        there,
+        todo,
+        measured,
+        lambda: Estimate(manifest, measured.seconds_per_row, left, free),
+        free,
+        freed,
+        held,
+        again,
+        turns,
+    )
 
 
 def _forward(request: Request) -> Forward:
@@ -264,20 +210,28 @@ def _source(request: Request, pin: bool) -> Source:
     return source
 
 
-def _beside(device: torch.device, first: Callable[[], Measure], begin: Callable[[], T]) -> tuple[Measure, T]:
+def _beside(device: torch.device, first: Callable[[], S], begin: Callable[[], T]) -> tuple[S, T]:
     """Run the first batch, and begin something that takes cores for a while: before it, if a GPU leaves them free."""
     begun = begin() if device.type == "cuda" else None
-    measured = first()  # its time is measured
-    return measured, begin() if begun is None else begun
+    ran = first()  # its time is measured
+    return ran, begin() if begun is None else begun
 
 
-def _code(request: Request, forward: Forward) -> dict[str, str]:
-    functions = {
+def _time_matters(request: Request, source: Source, found: Measure) -> bool:
+    """Whether anybody needs to know how long a batch takes: who cuts the rows, or whoever is told."""
+    if not request.any_cut:
+        return False
+    told = request.progress or request.dry_run or request.engine == "ray"
+    return told or found.cut_by_time(source, _ranks(request))
+
+
+def _functions(request: Request, forward: Forward) -> dict[str, Any]:
+    """What runs beside the model."""
+    return {
         "transform": forward.transform,
         "input_fn": request.input_fn,
         "lengths": None if is_table(request.lengths) else request.lengths,
     }
-    return model_code.facts(forward.index, functions)
 
 
 def _manifest(
@@ -341,10 +295,11 @@ def execute(job: Job) -> Manifest:
     if request.engine != "torchrun" or engines.ranks()[0] == 0:  # one rank is enough to prove it
         first_stored.check(job.task, job.there)
     done = 0 if job.todo is None or agreed.rows is None else agreed.rows - agreed.rows_in(job.todo)
-    progress = Progress(agreed, done, request.progress, job.estimate.line())
     job.task.page = Page(store.storage)
     try:
-        rows = _run(job, progress)
+        line = job.estimate().line() if request.progress else ""
+        with contextlib.closing(Progress(agreed, done, request.progress, line)) as progress:
+            rows = _run(job, progress)
     except BaseException as error:
         if agreed is mine:
             store.withdraw(mine)
@@ -352,8 +307,6 @@ def execute(job: Job) -> Manifest:
         if isinstance(error, KeyboardInterrupt):
             completion.tell_kept(error, request.out)
         raise
-    finally:
-        progress.close()
     return dataclasses.replace(agreed, rows=rows)
 
 
@@ -366,7 +319,7 @@ def _retried(job: Job) -> list[int]:
 def _run(job: Job, progress: Progress) -> int | None:
     request = job.request
     if request.engine == "ray":
-        seconds = job.estimate.seconds_per_row * job.task.manifest.rows_per_shard
+        seconds = job.measured.seconds_per_row * job.task.manifest.rows_per_shard
         return on_ray(job.task, progress, job.todo or [], seconds, **request.engine_options)
     if request.engine == "torchrun":
         return engines.torchrun(job.task, progress, job.there, job.turns)
@@ -375,11 +328,11 @@ def _run(job: Job, progress: Progress) -> int | None:
 
 def _check_room(job: Job) -> None:
     """Better now than after the hours that it takes to fill the disk."""
-    if job.estimate.free is None or job.todo is None:
+    if job.free is None or job.todo is None:
         return
     manifest = job.task.manifest
     needed = min(manifest.rows or 0, len(job.todo) * manifest.rows_per_shard) * manifest.row_bytes
-    free = job.estimate.free + job.freed
+    free = job.free + job.freed
     if needed > free:
         raise ExtractError(
             f"about {size(needed)} are still to be written and {size(free)} are free. Make room, or "
