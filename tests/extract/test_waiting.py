@@ -140,8 +140,9 @@ def test_the_first_batch_has_ended_before_its_time_cuts_rows_and_before_a_store_
     found = order.of(tmp_path / "a", **many)
     assert found[:2] == known
     assert "manifest" in found[2:]
-    for options in ({"on_error": "skip"}, {"resume": False}):
-        found = order.of(tmp_path / "a", **options)
+    # A row that may be skipped may be known by what the device says at the end.
+    for out, options in (("new", {"on_error": "skip"}), ("a", {"resume": False})):
+        found = order.of(tmp_path / out, **options)
         assert found[:2] == known, options
         assert "manifest" in found[2:], options
     assert order.of(tmp_path / "a")[:3] == [*known, "manifest"]
