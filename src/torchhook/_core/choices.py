@@ -48,7 +48,7 @@ def _plain(selectors: Any) -> Any:
     if kind in (list, tuple):
         # Names alone, as most are, without a call for each.
         parts = tuple(selectors)
-        if not all(type(part) is str and part[:1] != "@" for part in parts):
+        if set(map(type, parts)) != {str} or [part for part in parts if part[:1] == "@"]:
             parts = tuple(map(_plain, parts))
         return None if None in parts else parts
     return selectors if isinstance(selectors, type) else None
@@ -71,8 +71,7 @@ def remember(index: Index, key: Any, found: Found) -> None:
     """Note what was chosen by what ``index`` has followed and searched for it, and for nothing else."""
     root = index.root
     generate, near = generators_near(index)
-    searched = [*index.searched, *near]
-    if any(is_script(module) for module in (root, *(holder for holder, _, _ in index.followed), *searched)):
+    if any(map(is_script, (root, *(holder for holder, _, _ in index.followed), *index.searched, *near))):
         return  # which gives other objects for what it holds each time
     model_id = id(root)
     model, known = _of_models.get(model_id, (None, {}))
@@ -81,7 +80,7 @@ def remember(index: Index, key: Any, found: Found) -> None:
         _of_models[model_id] = weakref.ref(root, lambda gone: _forget(model_id, gone)), known
     while len(known) >= _MOST:
         known.pop(next(iter(known)), None)
-    known[key] = Choice(index, found, searched, generate, frozenset(_last_names(key)))
+    known[key] = Choice(index, found, near, generate, frozenset(_last_names(key)))
 
 
 def _last_names(key: Any) -> Iterator[str]:
@@ -100,33 +99,13 @@ def _forget(model_id: int, gone: Any) -> None:
         _of_models.pop(model_id, None)
 
 
-class Choice:
-    """What some selectors chose, and what has to be as it was for them to choose the same."""
+class _Searched:
+    """Modules of which all that they hold was looked at."""
 
-    __slots__ = (
-        "_children",
-        "_followed",
-        "_generate",
-        "_holders",
-        "_kinds",
-        "_met",
-        "_modules",
-        "_names",
-        "_never_called",
-        "_searched",
-        "_sites",
-        "_tensors",
-    )
+    __slots__ = ("_children", "_holders", "_kinds", "_met", "_names", "_never_called", "_number")
 
-    def __init__(
-        self,
-        index: Index,
-        found: Found,
-        searched: Iterable[nn.Module],
-        generate: Iterable[nn.Module],
-        tensor_names: frozenset[str],
-    ) -> None:
-        whole = {id(module): module for module in searched}
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        whole = {id(module): module for module in modules}
         holders = [module for module in whole.values() if module._modules]
         children = [child for module in holders for child in module._modules.values()]
         # Each once, those that were searched first; what the others are is told by their places in this list.
@@ -136,34 +115,24 @@ class Choice:
             if met.get(id(module), 0) == 0:
                 self._met.append(_nothing if module is None else weakref.ref(module))
                 met[id(module)] = len(self._met)
-        self._searched = len(whole)
+        self._number = len(whole)
         self._holders = [met[id(module)] - 1 for module in holders]
         self._children = [met[id(child)] - 1 for child in children]
         self._names = [name for module in holders for name in module._modules]
         self._kinds: list[Any] = [type(child) for child in children]
         self._never_called = [weakref.ref(module) for module in whole.values() if not is_callable(module)]
-        self._followed = [
-            (weakref.ref(holder), name, weakref.ref(child), type(child))
-            for holder, name, child in {(id(step[0]), step[1]): step for step in index.followed}.values()
-            if id(holder) not in whole
-        ]
-        self._sites = [site for site, _ in found]
-        self._modules = [weakref.ref(module) for _, module in found]
-        self._generate = [weakref.ref(module) for module in generate]
-        self._tensors = tensor_names
 
-    def holds(self) -> bool:
+    def modules(self) -> list[Any]:
+        """Those of them that are alive; ``None`` for each that is not."""
+        return [ref() for ref in self._met[: self._number]]
+
+    def hold_the_same(self) -> bool:
         """Whether every module that was looked at is where it was, and no other has come."""
-        for holder, name, child, kind in self._followed:
-            above = holder()
-            now = None if above is None else above._modules.get(name)
-            if now is None or now is not child() or type(now) is not kind:
-                return False
         # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes.
         met: list[Any] = [ref() for ref in self._met]
         never_called: list[Any] = [ref() for ref in self._never_called]
         try:
-            holders = [module for module in met[: self._searched] if module._modules]
+            holders = [module for module in met[: self._number] if module._modules]
         except AttributeError:  # one of them is gone
             return False
         if len(holders) != len(self._holders):
@@ -178,20 +147,58 @@ class Choice:
             and not any(map(is_callable, never_called))
         )
 
+
+class Choice:
+    """What some selectors chose, and what has to be as it was for them to choose the same."""
+
+    __slots__ = ("_followed", "_generate", "_modules", "_near", "_searched", "_sites", "_tensors")
+
+    def __init__(
+        self,
+        index: Index,
+        found: Found,
+        near: Iterable[nn.Module],
+        generate: Iterable[nn.Module],
+        tensor_names: frozenset[str],
+    ) -> None:
+        searched = set(map(id, index.searched))
+        self._searched = _Searched(index.searched) if index.searched else None
+        # Only what generates depends on these.
+        others = [module for module in near if id(module) not in searched]
+        self._near = _Searched(others) if others else None
+        self._followed = [
+            (weakref.ref(holder), name, weakref.ref(child), type(child))
+            for holder, name, child in {(id(step[0]), step[1]): step for step in index.followed}.values()
+            if id(holder) not in searched
+        ]
+        self._sites = [site for site, _ in found]
+        self._modules = [weakref.ref(module) for _, module in found]
+        self._generate = [weakref.ref(module) for module in generate]
+        self._tensors = tensor_names
+
+    def holds(self) -> bool:
+        """Whether every module on the ways to what was chosen is where it was, and no other has come."""
+        for holder, name, child, kind in self._followed:
+            above = holder()
+            now = None if above is None else above._modules.get(name)
+            if now is None or now is not child() or type(now) is not kind:
+                return False
+        return self._searched is None or self._searched.hold_the_same()
+
     def _has_tensors(self) -> bool:
         """Whether there is a parameter or buffer now of a name that would choose it."""
-        if not self._tensors:
+        if not self._tensors or self._searched is None:
             return False
-        modules: list[Any] = [ref() for ref in self._met[: self._searched]]
-        own = [held for module in modules for held in (module._parameters, module._buffers) if held]
+        own = [held for module in self._searched.modules() for held in (module._parameters, module._buffers) if held]
         return not all(map(self._tensors.isdisjoint, own))
 
     def found(self) -> Found | None:
         """Sites and modules; ``None`` where the model has changed."""
-        if not self.holds() or self._has_tensors():
+        if not self.holds() or (self._near is not None and not self._near.hold_the_same()) or self._has_tensors():
             return None
         modules: list[Any] = [ref() for ref in self._modules]
-        return None if any(module is None for module in modules) else list(zip(self._sites, modules, strict=True))
+        gone = [module for module in modules if module is None]
+        return None if gone else list(zip(self._sites, modules, strict=True))
 
     def generators(self) -> list[nn.Module]:
         """The modules that generate, as they were found on the ways to what was chosen."""
@@ -199,8 +206,8 @@ class Choice:
 
     def steps(self) -> Iterator[Step]:
         """The ways to what was chosen."""
-        for ref in self._met[: self._searched]:
-            if (holder := ref()) is not None:
+        for holder in [] if self._searched is None else self._searched.modules():
+            if holder is not None:
                 yield from ((holder, name, child) for name, child in holder._modules.items() if child is not None)
         for holder_ref, name, child_ref, _ in self._followed:
             if (holder := holder_ref()) is not None and (child := child_ref()) is not None:

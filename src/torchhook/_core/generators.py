@@ -59,8 +59,8 @@ class _Generators:
         self._meet(root, False)
         level = [root]
         for _ in range(_NEAR):
-            above = [module for module in level if 0 < len(module._modules) <= _FEW]
-            self.searched += level
+            above = [module for module in level if len(module._modules) <= _FEW]
+            self.searched += above
             level = [
                 self.below(holder, child) for holder in above for child in holder._modules.values() if child is not None
             ]

@@ -264,15 +264,18 @@ class _EagerStance:
         self._scopes: frozenset[Scope | None] = frozenset()
         self._restore: Callable[[], None] | None = None
         self.said = False
-        self._looked_at: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._looked_at: dict[int, weakref.ref[nn.Module]] = {}
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
         if self.said or not compiler.compiler_is_loaded():
             return
         # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
-        parts = [model] if self._looked_at.get(id(model)) is model else model.modules()
-        self._looked_at[id(model)] = model
+        known = self._looked_at.get(id(model))
+        parts: Iterable[nn.Module] = [model]
+        if known is None or known() is not model:
+            key, parts = id(model), model.modules()
+            self._looked_at[key] = weakref.ref(model, lambda gone: self._forget(key, gone))
         if any(compiler.is_compiled(part) for part in parts):
             self.said = True
             warn(
@@ -280,6 +283,10 @@ class _EagerStance:
                 "For compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
                 CompiledWarning,
             )
+
+    def _forget(self, key: int, gone: weakref.ref[nn.Module]) -> None:
+        if self._looked_at.get(key) is gone:  # the id may be another model's by now
+            self._looked_at.pop(key, None)
 
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""

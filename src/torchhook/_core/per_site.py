@@ -114,4 +114,4 @@ def chosen(targets: Sequence[Target], transforms: Sequence[Transform | None]) ->
     """How ``Keep`` takes the transforms of targets: as one, where all have the same."""
     # By identity: an equality of the user's own might compare tensors.
     first = transforms[0] if transforms else None
-    return first if all(one is first for one in transforms) else PerSite(targets, transforms)
+    return PerSite(targets, transforms) if [1 for one in transforms if one is not first] else first

@@ -10,41 +10,45 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target
 from torchhook._core.taps import RecordTap
+from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 
 
-def are_outputs(targets: Sequence[Target]) -> bool:
-    """Whether targets are what different modules return, and nothing else."""
-    # Lists, and no generators: this is asked whenever a session is made, of hundreds of them.
-    if [1 for site, _, tensor in targets if tensor is not None or not site.is_output]:
-        return False
-    return len({id(module) for _, module, _ in targets}) == len(targets)
+class Outputs:
+    """What different modules return, and nothing else: what all openings of a session record."""
+
+    __slots__ = ("limit", "modules", "sites", "targets")
+
+    def __init__(self, targets: Sequence[Target], limit: int | None) -> None:
+        self.targets, self.limit = targets, limit
+        self.sites: list[Site] = [target[0] for target in targets]
+        self.modules: list[nn.Module] = [target[1] for target in targets]
+
+    @classmethod
+    def of(cls, targets: Sequence[Target], limit: int | None) -> Outputs | None:
+        """``limit`` is how many values of each are kept; ``None`` where targets are more than this."""
+        # Lists, and no generators: this is asked whenever a session is made, of hundreds of them.
+        if [1 for site, _, tensor in targets if tensor is not None or not site.is_output]:
+            return None
+        found = cls(targets, limit)
+        return found if len(set(map(id, found.modules))) == len(targets) else None
 
 
 class Recorders:
-    """One for each target, in their order; ``limit`` is how many values of each are kept."""
+    """One tap for each of some outputs, in their order."""
 
     # In lists beside each other: what holds them together by pairs is for the garbage collector to go through.
 
-    def __init__(
-        self,
-        targets: Sequence[Target],
-        keep: Keep,
-        recording: Recording,
-        limit: int | None,
-        seen_from: Scope | None,
-        task: int,
-    ) -> None:
-        self.targets, self.limit, order = targets, limit, recording.order
-        rows = recording.opened_all([site for site, _, _ in targets], limit)
+    def __init__(self, outputs: Outputs, keep: Keep, recording: Recording, seen_from: Scope | None, task: int) -> None:
+        self.outputs, order = outputs, recording.order
+        rows = recording.opened_all(outputs.sites, outputs.limit)
         self.taps = [
-            RecordTap(target[0].path, seen_from, keep, of, order, task)
-            for target, of in zip(targets, rows, strict=True)
+            RecordTap(site.path, seen_from, keep, of, order, task) for site, of in zip(outputs.sites, rows, strict=True)
         ]
 
     def pairs(self) -> Iterable[tuple[nn.Module, RecordTap]]:
         """Modules, and the taps behind them."""
-        return zip([target[1] for target in self.targets], self.taps, strict=True)
+        return zip(self.outputs.modules, self.taps, strict=True)
 
     def all_ran(self) -> bool:
         """Whether each was called, in this session's sight and nowhere else."""

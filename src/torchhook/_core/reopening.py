@@ -25,7 +25,7 @@ class Reopening:
         made = taps.recorders
         assert made is not None
         # Not the taps themselves: they know what they have recorded.
-        self._targets, self._limit = made.targets, made.limit
+        self._outputs = made.outputs
         self._looks, self._made_in = taps.root.looks, taps.root.made_in
         self._keep, self._index = keep, index
         self._name, self._other_names = recording.model_name, recording.other_names
@@ -38,7 +38,8 @@ class Reopening:
         if len(keeps) != 1 or keeps[0].asks_where or not taps.only_record():
             return None
         made = cls(taps, recording, keeps[0], index)
-        if any(map(is_script, [index.root, *[target[1] for target in made._targets]])):
+        kinds = dict(zip(map(type, made._outputs.modules), made._outputs.modules, strict=True))  # few, of hundreds
+        if any(map(is_script, [index.root, *kinds.values()])):
             return None  # they take no hooks
         return made
 
@@ -49,7 +50,7 @@ class Reopening:
         recording.wait_with(self._keep.wait)
         taps = Taps(self._index, scope, scope if own_threads else None)
         taps.root.looks = self._looks
-        taps.record_all(self._targets, self._keep, recording, self._limit, self._made_in)
+        taps.record_outputs(self._outputs, self._keep, recording, self._made_in)
         return recording, scope, taps
 
     def attach(self, attachment: Attachment, recording: Recording, taps: Taps, own: Scope | None) -> None:
@@ -76,7 +77,7 @@ class Reopening:
         made = taps.recorders
         if made is None or taps.root.ran or taps.root.elsewhere or made.any_called():
             return False
-        recording.missing.update({str(target.site): never_ran.NOT_CALLED for target in self._targets})
+        recording.missing.update({str(site): never_ran.NOT_CALLED for site in self._outputs.sites})
         if warns:
             warn(never_ran.told(recording.missing), NeverRanWarning)
         return True

@@ -52,7 +52,7 @@ def resolve(
     if key is not None and (known := choices.recall(index, key)) is not None:
         return [_new(Target, (site, module, None)) for site, module in known]
     targets = _resolved(index, selectors, exclude, port)
-    if key is not None and not any(target.tensor for target in targets):
+    if key is not None and not [target for target in targets if target.tensor is not None]:
         choices.remember(index, key, [(target.site, target.module) for target in targets])
     return targets
 

@@ -368,7 +368,7 @@ class Session(Shown):
             self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
-        if error is None and self._warn:
+        if error is None and self._warn and (self._taps.recorders is None or self.recording.missing):
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording, self.index if self.takes_all else None)
 

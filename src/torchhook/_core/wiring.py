@@ -26,7 +26,7 @@ from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.recorders import Recorders, are_outputs
+from torchhook._core.recorders import Outputs, Recorders
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.site_operations import SiteListener
@@ -66,8 +66,9 @@ class Taps:
     listener: Listener | None = None
     leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
     """Who is told when a call of a module is over, after all others; they see no values."""
+    recorders: Recorders | None = None
+    """All there is, where ``record_all`` has made it, until another site is asked for, or one of these by its name."""
     _recorders: Recorders | None = None
-    """What ``record_all`` has made."""
     _is_complete = False
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
@@ -85,17 +86,13 @@ class Taps:
     @functools.cached_property
     def targets(self) -> dict[Site, tuple[Target, Tap]]:
         """Where each site that was asked for is seen."""
-        made = self._recorders
-        return {} if made is None else {t.site: (t, tap) for t, tap in zip(made.targets, made.taps, strict=True)}
+        made, self.recorders = self._recorders, None
+        pairs = () if made is None else zip(made.outputs.targets, made.taps, strict=True)
+        return {target.site: (target, tap) for target, tap in pairs}
 
     @functools.cached_property
     def _outputs(self) -> dict[int, tuple[nn.Module, OutputTap]]:
         return {} if self._recorders is None else {id(module): (module, tap) for module, tap in self._recorders.pairs()}
-
-    @property
-    def recorders(self) -> Recorders | None:
-        """What records, where nobody has asked for another site, or by name for one of these."""
-        return None if "targets" in self.__dict__ else self._recorders
 
     @functools.cached_property
     def handles(self) -> TensorHandles:
@@ -154,8 +151,6 @@ class Taps:
 
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
-        if self.recorders is not None:
-            return []
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
 
     def table(self, title: str) -> Table:
@@ -204,12 +199,17 @@ class Taps:
         self, chosen: Sequence[Target], keep: Keep, recording: Recording, limit: int | None, task: int
     ) -> bool:
         """As ``record``, for all that there is: outputs of modules, where nothing was asked for before."""
-        if "targets" in self.__dict__ or not are_outputs(chosen):
+        outputs = None if "targets" in self.__dict__ else Outputs.of(chosen, limit)
+        if outputs is None:
             return False
-        self._recorders = Recorders(chosen, keep, recording, limit, self.seen_from, task)
+        self.record_outputs(outputs, keep, recording, task)
         self.__dict__.pop("_outputs", None)  # of nothing, so far
-        self._is_complete = True
         return True
+
+    def record_outputs(self, outputs: Outputs, keep: Keep, recording: Recording, task: int) -> None:
+        """As ``record_all``, where it is known that there is nothing else."""
+        self.recorders = self._recorders = Recorders(outputs, keep, recording, self.seen_from, task)
+        self._is_complete = True
 
     def only_record(self) -> bool:
         """Whether values are recorded as they leave modules, and nothing else is done."""

@@ -77,11 +77,11 @@ class Recording:
             site = site.every_call
         return self._rows[site] if site in self._rows else self._rows.setdefault(site, made(limit, calls))
 
-    def opened_all(self, sites: Iterable[Site], limit: int | None = None) -> list[Rows]:
+    def opened_all(self, sites: Sequence[Site], limit: int | None = None) -> list[Rows]:
         """The rows of sites that nobody has asked for yet, and that name no calls."""
-        opened: dict[Site, Rows] = {site: [] if limit is None else made(limit) for site in sites}
-        self._rows.update(opened)
-        return list(opened.values())
+        opened: list[Rows] = [made(limit) for _ in sites] if limit is not None else [[] for _ in sites]
+        self._rows.update(zip(sites, opened, strict=True))
+        return opened
 
     @property
     def has_sites(self) -> bool:

@@ -136,10 +136,8 @@ class _Placed:
     """Hooks that were put on together, and are taken away so."""
 
     __slots__ = ("keys", "where")
-
-    def __init__(self) -> None:
-        self.keys: list[int] = []
-        self.where: list[dict[int, Any]] = []
+    keys: list[int]
+    where: list[dict[int, Any]]
 
     def __call__(self) -> None:
         for hooks, key in zip(self.where, self.keys, strict=False):
@@ -149,8 +147,8 @@ class _Placed:
 def put_all_after(undo: Undo, hooked: Iterable[tuple[nn.Module, Hook]]) -> None:
     """As ``put_after``, for each of several modules, without a call and an object for each."""
     placed = _Placed()
+    keys, where = placed.keys, placed.where = [], []
     undo.append(placed)
-    keys, where = placed.keys, placed.where
     for module, hook in hooked:
         if is_direct and type(module).register_forward_hook is _AFTER:
             # Known before it is there: an interrupt may come between any two lines.
