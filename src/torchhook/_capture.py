@@ -87,7 +87,7 @@ def capture(
     session.takes_all = not selectors
     # Not "**": a glob never means the model itself.
     targets = resolve(session.index, selectors or _every_module, exclude=exclude, port=port)
-    changes = _resolved(session.index, edit or {})
+    changes = _resolved(session.index, edit) if edit else []
     if gather not in ("local", "full"):
         raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
     own, together = per_site.by_target(transform, session.index, targets, port), None

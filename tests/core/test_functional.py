@@ -867,3 +867,76 @@ def test_functions_that_nobody_asked_for_are_let_through_once_the_first_was_hear
             net(X)
     assert [len(rec.all(site)) for site in ("0/relu", "0/dropout:input")] == [3, 3]
     assert torch.equal(rec.all("0/dropout:input")[-1].args[0], X.relu())
+
+
+# -- what is kept of an operation ---------------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    """Runs one operation, writes into what it returned, and holds what it may have returned."""
+
+    def __init__(self, operation: Callable[[Returning, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+        self.weight = nn.Parameter(torch.full((3, 3), 2.0))
+        self.register_buffer("state", torch.full((3, 3), 3.0))
+        self.truth: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.operation(self, x)
+        self.truth = y.clone()
+        return y.add_(1)
+
+
+RETURNING: dict[str, Callable[[Returning, Tensor], Tensor]] = {
+    "relu": lambda net, x: torch.relu(x),
+    "contiguous": lambda net, x: x.contiguous(),  # the input itself
+    "contiguous of a buffer": lambda net, x: net.state.contiguous(),
+    "relu_": lambda net, x: torch.relu_(x),
+    "relu_ of a buffer": lambda net, x: torch.relu_(net.state),
+    "view": lambda net, x: x.view(9),
+    "view of a buffer": lambda net, x: net.state.view(9),
+    "detach of a new one": lambda net, x: torch.relu(x).detach(),
+    "add": lambda net, x: torch.add(x, 1, out=net.state),
+    "softmax": lambda net, x: x.softmax(1),
+}
+
+
+@pytest.mark.parametrize("name", RETURNING)
+@pytest.mark.parametrize("more", [False, True], ids=["alone", "beside others"])
+def test_what_an_operation_returned_is_kept_whoever_holds_it_and_writes_to_it(name: str, more: bool) -> None:
+    net, x = Returning(RETURNING[name]), torch.arange(9.0).view(3, 3) - 4
+    addresses = net.state.data_ptr(), x.data_ptr()
+    pointed = net.state.numpy(), x.numpy()
+    selectors = [f"(model)/{name.split()[0]}", *(["(model)/add_", "(model)"] if more else [])]
+    with torch.no_grad():
+        for _ in range(2):
+            with th.capture(net, selectors) as rec:
+                net(x)
+            assert net.truth is not None
+            assert torch.equal(rec[selectors[0]], net.truth)
+            if more:
+                assert torch.equal(rec["(model)/add_"], net.truth + 1)
+    # Who holds their memory by its address sees what was written: it is where it was.
+    assert (net.state.data_ptr(), x.data_ptr()) == addresses
+    assert torch.equal(torch.from_numpy(pointed[0]), net.state)
+    assert torch.equal(torch.from_numpy(pointed[1]), x)
+
+
+def test_calls_of_an_operation_are_counted_whether_something_else_looks_or_not() -> None:
+    net, x = Apply(lambda x: torch.relu(torch.relu(x) - 1)), torch.randn(2, 3)
+    with th.capture(net, "(model)/relu") as rec, th.capture(net, "(model)/relu#1", "(model)/relu:input") as other:
+        net(x)
+    first = x.relu()
+    assert all(map(torch.equal, rec.all("(model)/relu"), [first, (first - 1).relu()]))
+    assert torch.equal(other["(model)/relu#1"], (first - 1).relu())
+    assert all(map(torch.equal, other.all("(model)/relu:input"), [x, first - 1]))
+
+
+def test_an_operation_under_two_selectors_is_recorded_once_for_each_session() -> None:
+    net = Apply(lambda x: F.gelu(x))
+    with th.capture(net, "(model)/gelu", ["(model)/gelu"], max_records=1) as rec:
+        net(torch.ones(2))
+        net(torch.zeros(2))
+    assert rec.all("(model)/gelu")[0].tolist() == [0, 0]
+    assert len(rec.all("(model)/gelu")) == 1

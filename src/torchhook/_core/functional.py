@@ -207,7 +207,7 @@ class _Mode(TorchFunctionMode):
         if self.listeners:
             listeners.add(self)
             if not _torch.mode_is_on(self):
-                self.__enter__()  # type: ignore[no-untyped-call]
+                _torch.turn_on(self)
         else:
             _torch.turn_off(self)
             listeners.discard(self)

@@ -181,8 +181,10 @@ class Turn:
             self._lock.acquire()
 
     def __exit__(self, *exc_info: object) -> None:
-        with contextlib.suppress(RuntimeError):  # another lock by now, which is free
+        try:  # and no contextlib.suppress: this is done whenever a session opens
             self._lock.release()
+        except RuntimeError:  # another lock by now, which is free
+            return
 
 
 class Attachable(Protocol):
@@ -276,7 +278,7 @@ class _EagerStance:
         if known is None or known() is not model:
             key, parts = id(model), model.modules()
             self._looked_at[key] = weakref.ref(model, lambda gone: self._forget(key, gone))
-        if any(compiler.is_compiled(part) for part in parts):
+        if any(map(compiler.is_compiled, parts)):
             self.said = True
             warn(
                 "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. "

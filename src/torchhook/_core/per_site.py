@@ -19,7 +19,7 @@ def by_target(
     transform: Transforms, index: Index, targets: Sequence[Target], port: str = "output", name: str = "transform"
 ) -> list[Transform | None]:
     """The transform of each target. Of a mapping, a site's own address comes before a selector that means more."""
-    if not isinstance(transform, Mapping):
+    if transform is None or not isinstance(transform, Mapping):
         check(name, transform)
         return [transform] * len(targets)
     for key, one in transform.items():

@@ -39,7 +39,7 @@ class Reopening:
             return None
         made = cls(taps, recording, keeps[0], index)
         kinds = dict(zip(map(type, made._outputs.modules), made._outputs.modules, strict=True))  # few, of hundreds
-        if any(map(is_script, [index.root, *kinds.values()])):
+        if is_script(index.root) or any(map(is_script, kinds.values())):
             return None  # they take no hooks
         return made
 

@@ -44,6 +44,7 @@ from torchhook._torch.functional import (  # noqa: E402
     materialized,
     mode_is_on,
     turn_off,
+    turn_on,
     unheard,
 )
 from torchhook._torch.memory import (  # noqa: E402
@@ -102,6 +103,7 @@ __all__ = [
     "times_running",
     "torch_task",
     "turn_off",
+    "turn_on",
     "understands_checkpoints",
     "unheard",
     "unwrapped",

@@ -23,9 +23,16 @@ def mode_is_on(mode: TorchFunctionMode) -> bool:
     return above > 0 and (_mode_at(above - 1) is mode or any(_mode_at(i) is mode for i in range(above)))
 
 
+def turn_on(mode: TorchFunctionMode) -> None:
+    """Put a mode on torch's stack, as its own ``__enter__`` does in more steps."""
+    _push_mode(mode)
+
+
 def turn_off(mode: TorchFunctionMode) -> None:
     """Take a mode off torch's stack, wherever it is: others may have come after it."""
     above = []
+    if (on := _modes_on()) and _mode_at(on - 1) is mode:  # as nearly always
+        _pop_mode()
     while mode_is_on(mode):
         top = _pop_mode()
         if top is not mode:
