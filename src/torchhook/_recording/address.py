@@ -171,6 +171,8 @@ class Site(str):
     @property
     def counts_back(self) -> bool:
         """Whether its calls are counted from the last one, which is known only when all are over."""
+        if self.call is None:
+            return False
         ends = (self.call.start, self.call.stop) if isinstance(self.call, Calls) else (self.call,)
         return any(end is not None and end < 0 for end in ends)
 

@@ -108,14 +108,16 @@ def segments() -> tuple[Any, list[Any]]:
     Innermost first; they are torch's own objects, the same in the first run and in the recomputation.
     """
     recomputed, first, names = None, [], _names()
-    composable = sys.modules.get("torch.distributed._composable.contract")
+    # Who checkpoints itself by hooks puts some on what autograd saves, too; to read a frame's names takes long.
+    hooked = saved_tensor_hooks() is not None
+    composable = sys.modules.get("torch.distributed._composable.contract") if hooked else None
     for frame in frames(1):
         if frame.f_globals is names:
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started
             if recomputed is not None:
                 break
-        elif composable is not None and frame.f_code is _CALL:  # to read a frame's names takes long
+        elif composable is not None and frame.f_code is _CALL:
             first += _segments_of(frame.f_locals.get("self"), composable)
     if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
         recomputed, first = _segments_hooked()
