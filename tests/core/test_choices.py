@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import gc
 import re
 import weakref
@@ -113,6 +114,14 @@ def other_kind(net: Net) -> None:
     net.head.__class__ = Other
 
 
+def wrapped_inside(net: Net) -> None:
+    """What a wrapper holds becomes another, and the wrapper stays."""
+    for held in [net, net.h, *net.h]:
+        for child in held.children():
+            if type(child) is nn.DataParallel:
+                child.module = nn.Sequential(child.module)
+
+
 CHANGES: dict[str, Callable[[Net], Any]] = {
     "replaced": lambda net: setattr(net.h[0], "mlp", nn.Linear(4, 4)),
     "replaced by another type": lambda net: setattr(net.h[0], "act", nn.GELU()),
@@ -133,6 +142,22 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "a parameter of a block": lambda net: net.h[0].mlp.register_parameter("act", nn.Parameter(torch.ones(1))),
     "a buffer of that name": lambda net: net.h[0].mlp.register_buffer("norm", torch.ones(1)),
 }
+
+
+def with_wrappers(net: Net) -> Net:
+    net.h[0].mlp = nn.DataParallel(net.h[0].mlp)
+    net.h[2] = nn.DataParallel(net.h[2])
+    net.head = nn.DataParallel(net.head)
+    return net
+
+
+@pytest.mark.parametrize(("selectors", "exclude"), SELECTORS)
+def test_what_a_wrapper_holds_may_become_another(selectors: Any, exclude: Any) -> None:
+    net = with_wrappers(Net())
+    chosen(net, selectors, exclude)
+    assert was_recalled(net, selectors, exclude)
+    wrapped_inside(net)
+    assert outcome(chosen, net, selectors, exclude) == outcome(by_search, net, selectors, exclude)
 
 
 def outcome(choose: Callable[..., Any], *args: Any) -> Any:
@@ -284,3 +309,112 @@ def test_torchscript_is_searched_each_time() -> None:
     first = [str(target.site) for target in resolve(Index(net), "*")]
     assert [str(target.site) for target in resolve(Index(net), "*")] == first == ["0", "1"]
     assert not was_recalled(net, "*")
+
+
+def test_a_class_that_knows_its_model_does_not_keep_it() -> None:
+    def made() -> nn.Module:
+        model = Net()
+
+        class Probe(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * len(list(model.parameters()))
+
+        model.head = Probe(4, 2)
+        for selectors in ("**", "head", Probe, ["h.*", Probe]):
+            chosen(model, selectors)
+            generators.generators(Index(model))
+        return model
+
+    gone = weakref.ref(made())
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_wrapper_with_layers_of_its_own_has_choices_of_its_own() -> None:
+    class Wrapping(nn.DataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__(module)
+            self.extra = nn.Linear(2, 2)
+
+    net = Net()
+    plain = chosen(net, "**")
+    wrapped = chosen(Wrapping(net), "**")
+    assert [site for site, _ in wrapped if site not in dict(plain)] == ["extra"]
+    assert chosen(net, "**") == plain
+
+
+def test_a_model_may_become_of_another_class() -> None:
+    net = Net()
+    index = Index(net)
+    resolve(index, "head")
+    assert generators.generators(index) == []
+    net.__class__ = Writer
+    index = Index(net)
+    resolve(index, "head")
+    assert generators.generators(index) == [net]
+    chosen(net, Writer)
+    net.__class__ = Net
+    with pytest.raises(th.errors.SelectorError, match="no module of the model is a Writer"):
+        chosen(net, Writer)
+
+
+def test_what_generates_does_not_depend_on_what_was_asked_for_before() -> None:
+    class Holder(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.head = inner, nn.Linear(2, 2)
+
+    net = Holder(Holder(Holder(Holder(Writer()))))
+    for _ in range(2):
+        index = Index(net)
+        resolve(index, "inner.inner.inner.inner.head")
+        resolve(index, "head")
+    index = Index(net)
+    resolve(index, "head")
+    found = generators.generators(index)
+    choices._of_models.clear()
+    index = Index(net)
+    resolve(index, "head")
+    assert found == generators.generators(index) == []
+
+
+def test_a_model_that_came_to_hold_few_is_looked_at_for_what_generates() -> None:
+    net = nn.Sequential(Writer(), *[nn.Linear(2, 2) for _ in range(8)])
+    index = Index(net)
+    resolve(index, "1")
+    assert generators.generators(index) == []
+    del net[8]
+    index = Index(net)
+    resolve(index, "1")
+    assert generators.generators(index) == [net[0]]
+
+
+def test_a_list_that_is_called_no_more_is_no_site() -> None:
+    net = Net()
+    net.h.forward = lambda x: x  # type: ignore[method-assign]
+    for selector in ("h", "*", "**"):
+        assert ("h", id(net.h)) in chosen(net, selector)
+    del net.h.forward
+    for selector in ("h", "*", "**"):
+        assert outcome(chosen, net, selector) == outcome(by_search, net, selector)
+
+
+@pytest.mark.parametrize("exclude", ["head.weight", "head.*", ["h.0", "head.bias"]])
+def test_what_is_left_out_of_parameters_is_looked_for_each_time(exclude: Any) -> None:
+    net = Net()
+    chosen(net, "**", exclude)
+    assert not was_recalled(net, "**", exclude)
+    del net.head.weight, net.head.bias
+    assert outcome(chosen, net, "**", exclude) == outcome(by_search, net, "**", exclude)
+    assert "no " in outcome(chosen, net, "**", exclude) or "nothing" in outcome(chosen, net, "**", exclude)
+
+
+def test_kinds_that_say_by_themselves_what_is_of_them_are_asked_each_time() -> None:
+    class Kind(abc.ABCMeta):
+        pass
+
+    class Abstract(nn.Module, metaclass=Kind):
+        pass
+
+    assert choices.key_of(Abstract, None, "output") is None
+    assert choices.key_of(nn.Linear, None, "output") is not None

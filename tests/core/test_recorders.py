@@ -127,3 +127,16 @@ def test_a_site_that_is_read_while_the_session_is_open_changes_nothing(net: Net)
         net.b(torch.ones(1, 3))
     assert list(rec) == ["a", "b"]
     assert not rec.missing
+
+
+def test_a_session_may_be_told_twice_what_to_record(net: Net) -> None:
+    session, x = Session(net), torch.randn(2, 3)
+    keep = th.capture(net, "a").open()._keeps[0]
+    session.record(resolve(session.index, "a"), keep)
+    session.record(resolve(session.index, "b"), keep)
+    with session as rec:
+        net(x)
+    truth = by_hand(net, x)
+    assert list(rec) == ["a", "b"]
+    assert torch.equal(rec["a"], truth["a"])
+    assert torch.equal(rec["b"], truth["b"])

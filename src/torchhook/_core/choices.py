@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from torchhook._core.generators import generators_near
-from torchhook._core.index import Index, Step, is_callable, is_glob, is_script
+from torchhook._core.generators import Generators, holds_few
+from torchhook._core.index import CONTAINERS, Index, Step, is_callable, is_glob, is_script
 from torchhook._recording.address import Site
 
 Found = Sequence[tuple[Site, nn.Module]]
@@ -51,15 +51,17 @@ def _plain(selectors: Any) -> Any:
         if set(map(type, parts)) != {str} or [part for part in parts if part[:1] == "@"]:
             parts = tuple(map(_plain, parts))
         return None if None in parts else parts
-    return selectors if isinstance(selectors, type) else None
+    # By a weak reference: a class may know a model. One of another kind may say by itself what is of its kind.
+    return weakref.ref(selectors) if kind is type else None
 
 
 def recall(index: Index, key: Any) -> Found | None:
     """What was chosen by the same before; ``None`` where nothing is known, or the model is not what it was."""
-    model, known = _of_models.get(id(index.root), (None, None))
-    if known is None or model() is not index.root or (choice := known.get(key)) is None:  # type: ignore[misc]
+    given, known = _of_models.get(id(index.given), (_nothing, {}))
+    choice = known.get(key) if given() is index.given else None
+    if choice is None:
         return None
-    found = choice.found()
+    found = choice.found(index.root)
     if found is None:
         known.pop(key, None)
         return None
@@ -69,18 +71,17 @@ def recall(index: Index, key: Any) -> Found | None:
 
 def remember(index: Index, key: Any, found: Found) -> None:
     """Note what was chosen by what ``index`` has followed and searched for it, and for nothing else."""
-    root = index.root
-    generate, near = generators_near(index)
-    if any(map(is_script, (root, *(holder for holder, _, _ in index.followed), *index.searched, *near))):
+    root, given, model_id = index.root, index.given, id(index.given)
+    near = Generators(root, index.followed)
+    if any(map(is_script, (root, *[step[0] for step in index.followed], *index.searched, *near.searched))):
         return  # which gives other objects for what it holds each time
-    model_id = id(root)
-    model, known = _of_models.get(model_id, (None, {}))
-    if model is None or model() is not root:
+    model, known = _of_models.get(model_id, (_nothing, {}))
+    if model() is not given:
         known = {}
-        _of_models[model_id] = weakref.ref(root, lambda gone: _forget(model_id, gone)), known
+        _of_models[model_id] = weakref.ref(given, lambda gone: _forget(model_id, gone)), known
     while len(known) >= _MOST:
         known.pop(next(iter(known)), None)
-    known[key] = Choice(index, found, near, generate, frozenset(_last_names(key)))
+    known[key] = Choice(index, found, near, frozenset(_last_names(key)))
 
 
 def _last_names(key: Any) -> Iterator[str]:
@@ -102,78 +103,86 @@ def _forget(model_id: int, gone: Any) -> None:
 class _Searched:
     """Modules of which all that they hold was looked at."""
 
-    __slots__ = ("_children", "_holders", "_kinds", "_met", "_names", "_never_called", "_number")
+    __slots__ = ("_children", "_holders", "_kinds", "_met", "_names", "_number")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         whole = {id(module): module for module in modules}
         holders = [module for module in whole.values() if module._modules]
         children = [child for module in holders for child in module._modules.values()]
         # Each once, those that were searched first; what the others are is told by their places in this list.
-        met = dict.fromkeys(whole, 0)
+        places: dict[int, int] = {}
         self._met: list[_Ref] = []
         for module in (*whole.values(), *children):
-            if met.get(id(module), 0) == 0:
+            if id(module) not in places:
+                places[id(module)] = len(self._met)
                 self._met.append(_nothing if module is None else weakref.ref(module))
-                met[id(module)] = len(self._met)
         self._number = len(whole)
-        self._holders = [met[id(module)] - 1 for module in holders]
-        self._children = [met[id(child)] - 1 for child in children]
+        self._kinds = list(map(id, map(type, (ref() for ref in self._met))))
+        self._holders = [places[id(module)] for module in holders]
+        self._children = [places[id(child)] for child in children]
         self._names = [name for module in holders for name in module._modules]
-        self._kinds: list[Any] = [type(child) for child in children]
-        self._never_called = [weakref.ref(module) for module in whole.values() if not is_callable(module)]
 
     def modules(self) -> list[Any]:
         """Those of them that are alive; ``None`` for each that is not."""
         return [ref() for ref in self._met[: self._number]]
 
     def hold_the_same(self) -> bool:
-        """Whether every module that was looked at is where it was, and no other has come."""
+        """Whether every module that was looked at is where it was, of its class, and no other has come."""
         # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes.
         met: list[Any] = [ref() for ref in self._met]
-        never_called: list[Any] = [ref() for ref in self._never_called]
-        try:
-            holders = [module for module in met[: self._number] if module._modules]
-        except AttributeError:  # one of them is gone
+        if list(map(id, map(type, met))) != self._kinds:  # or gone
             return False
+        holders = [module for module in met[: self._number] if module._modules]
         if len(holders) != len(self._holders):
             return False
         held = [module._modules for module in holders]
         children = [child for part in held for child in part.values()]
         return (
-            all(map(is_, holders, map(met.__getitem__, self._holders)))
-            and list(chain.from_iterable(held)) == self._names
-            and list(map(type, children)) == self._kinds
+            len(children) == len(self._children)
+            and all(map(is_, holders, map(met.__getitem__, self._holders)))
             and all(map(is_, children, map(met.__getitem__, self._children)))
-            and not any(map(is_callable, never_called))
+            and list(chain.from_iterable(held)) == self._names
         )
 
 
 class Choice:
     """What some selectors chose, and what has to be as it was for them to choose the same."""
 
-    __slots__ = ("_followed", "_generate", "_modules", "_near", "_searched", "_sites", "_tensors")
+    # No class is held either: it may know a model, too. An object that is where it was keeps the class of its id alive.
+    __slots__ = (
+        "_containers",
+        "_followed",
+        "_generate",
+        "_modules",
+        "_near",
+        "_root",
+        "_searched",
+        "_sites",
+        "_tensors",
+        "_too_large",
+    )
 
-    def __init__(
-        self,
-        index: Index,
-        found: Found,
-        near: Iterable[nn.Module],
-        generate: Iterable[nn.Module],
-        tensor_names: frozenset[str],
-    ) -> None:
+    def __init__(self, index: Index, found: Found, near: Generators, tensor_names: frozenset[str]) -> None:
+        self._root = weakref.ref(index.root), id(type(index.root))
         searched = set(map(id, index.searched))
         self._searched = _Searched(index.searched) if index.searched else None
         # Only what generates depends on these.
-        others = [module for module in near if id(module) not in searched]
+        others = [module for module in near.searched if id(module) not in searched]
         self._near = _Searched(others) if others else None
+        self._too_large = [weakref.ref(module) for module in near.too_large]
+        self._generate = [weakref.ref(module) for module in near.told()]
+        steps = {(id(holder), name): (holder, name, child) for holder, name, child in index.followed}
         self._followed = [
-            (weakref.ref(holder), name, weakref.ref(child), type(child))
-            for holder, name, child in {(id(step[0]), step[1]): step for step in index.followed}.values()
+            (weakref.ref(holder), name, weakref.ref(child), id(type(child)))
+            for holder, name, child in steps.values()
             if id(holder) not in searched
         ]
+        # Any of these may be given a forward of its own, or lose it.
+        reached = {id(module): module for module in (*index.searched, *[child for _, _, child in steps.values()])}
+        containers = [module for module in reached.values() if isinstance(module, CONTAINERS)]
+        self._containers = [(weakref.ref(module), is_callable(module)) for module in containers]
         self._sites = [site for site, _ in found]
         self._modules = [weakref.ref(module) for _, module in found]
-        self._generate = [weakref.ref(module) for module in generate]
         self._tensors = tensor_names
 
     def holds(self) -> bool:
@@ -181,20 +190,32 @@ class Choice:
         for holder, name, child, kind in self._followed:
             above = holder()
             now = None if above is None else above._modules.get(name)
-            if now is None or now is not child() or type(now) is not kind:
+            if now is None or now is not child() or id(type(now)) != kind:
                 return False
         return self._searched is None or self._searched.hold_the_same()
 
+    def _means_the_same(self) -> bool:
+        """Whether the same is left out and generates, as far as that is told by more than where modules are."""
+        for container, was in self._containers:
+            module = container()
+            if module is None or is_callable(module) is not was:
+                return False
+        for too_large in self._too_large:
+            large = too_large()
+            if large is None or holds_few(large):
+                return False
+        return (self._near is None or self._near.hold_the_same()) and not (self._tensors and self._has_tensors())
+
     def _has_tensors(self) -> bool:
         """Whether there is a parameter or buffer now of a name that would choose it."""
-        if not self._tensors or self._searched is None:
-            return False
-        own = [held for module in self._searched.modules() for held in (module._parameters, module._buffers) if held]
+        modules = [] if self._searched is None else self._searched.modules()
+        own = [held for module in modules for held in (module._parameters, module._buffers) if held]
         return not all(map(self._tensors.isdisjoint, own))
 
-    def found(self) -> Found | None:
+    def found(self, root: nn.Module) -> Found | None:
         """Sites and modules; ``None`` where the model has changed."""
-        if not self.holds() or (self._near is not None and not self._near.hold_the_same()) or self._has_tensors():
+        known, kind = self._root
+        if known() is not root or id(type(root)) != kind or not self.holds() or not self._means_the_same():
             return None
         modules: list[Any] = [ref() for ref in self._modules]
         gone = [module for module in modules if module is None]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from torchhook._core.index import Index, unwrapped
+from torchhook._core.index import Index, Step, unwrapped, within
 
 CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -28,24 +28,14 @@ def generators(index: Index) -> list[nn.Module]:
     """
     if len(index.recalled) == 1 and not index.followed:
         return index.recalled[0].generators()
-    return generators_near(index)[0]
-
-
-def generators_near(index: Index) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The same, found anew; and those near the top, of which all that they hold was looked at."""
-    found = _Generators()
-    found.near(index.root)
     recalled = [step for known in index.recalled for step in known.steps()]
-    for holder, _, child in (*recalled, *index.followed) if recalled else index.followed:
-        if child._modules or _means(_kind(child)) != _NEITHER:  # most are layers, and hold none
-            found.below(holder, child)
-    return found.told(), found.searched
+    return Generators(index.root, [*recalled, *index.followed] if recalled else index.followed).told()
 
 
-class _Generators:
+class Generators:
     """Those that were come upon on the ways from a model to some of its modules."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module, steps: Iterable[Step]) -> None:
         self._met: dict[int, nn.Module] = {}
         self._generate: set[int] = set()
         self._take_cache: set[int] = set()
@@ -53,21 +43,29 @@ class _Generators:
         self._inside: dict[int, bool] = {}
         self.searched: list[nn.Module] = []
         """Those near the top, of which all that they hold was looked at."""
+        self.too_large: list[nn.Module] = []
+        """Those that hold too much for that."""
+        self._near(root)
+        for holder, _, child in steps:
+            # Most are layers, and hold none; what a wrapper holds was met in its place.
+            if (child._modules or _means(_kind(child)) != _NEITHER) and within(holder) is not child:
+                self._below(holder, child)
 
-    def near(self, root: nn.Module) -> None:
+    def _near(self, root: nn.Module) -> None:
         """The model itself, and what it holds if it may be one that wraps another."""
         self._meet(root, False)
         level = [root]
         for _ in range(_NEAR):
-            above = [module for module in level if len(module._modules) <= _FEW]
+            above = [module for module in level if holds_few(module)]
             self.searched += above
-            level = [
-                self.below(holder, child) for holder in above for child in holder._modules.values() if child is not None
-            ]
+            self.too_large += [module for module in level if not holds_few(module)]
+            held = [(holder, child) for holder in above for child in holder._modules.values() if child is not None]
+            self.searched += [child for _, child in held if within(child) is not child]
+            level = [self._below(holder, child) for holder, child in held]
             if len(level) > _FEW:
                 break
 
-    def below(self, holder: nn.Module, module: nn.Module) -> nn.Module:
+    def _below(self, holder: nn.Module, module: nn.Module) -> nn.Module:
         """One of those that another holds, without what wraps it."""
         if module._modules:
             module = unwrapped(module)
@@ -90,16 +88,29 @@ class _Generators:
         return [module for key, module in self._met.items() if key in chosen]
 
 
-# By class, and remembered: this is asked whenever a session opens.
+def holds_few(module: nn.Module) -> bool:
+    """Whether a module near the top holds so few that it may wrap one of them."""
+    return len(module._modules) <= _FEW
 
 
 _NEITHER = (False, False)
+_known: dict[int, tuple[weakref.ref[type[nn.Module]], tuple[bool, bool]]] = {}
+"""By class, and remembered: this is asked whenever a session opens. Not held, for a class may know its model."""
 
 
-@functools.lru_cache(maxsize=512)
 def _means(kind: type[nn.Module]) -> tuple[bool, bool]:
     """Whether modules of a class generate, and whether they take tokens and a cache."""
-    return _generates(kind), _takes_cache(kind)
+    key = id(kind)
+    found = _known.get(key)
+    if found is None or found[0]() is not kind:
+        found = weakref.ref(kind, lambda gone: _forget(key, gone)), (_generates(kind), _takes_cache(kind))
+        _known[key] = found
+    return found[1]
+
+
+def _forget(key: int, gone: weakref.ref[type[nn.Module]]) -> None:
+    if key in _known and _known[key][0] is gone:  # the id may be another class's by now
+        _known.pop(key, None)
 
 
 def _generates(kind: type[nn.Module]) -> bool:

@@ -71,7 +71,7 @@ class Index:
                 notes.append((module, name, child))
             if child._modules:
                 above.append(module)
-                child = unwrapped(child)
+                child = unwrapped(child, notes)
                 for other in above:
                     if child is other:  # a module that contains itself
                         return None
@@ -123,7 +123,7 @@ class Index:
                     if not rest and not child._modules:  # as most are
                         yield here, child
                         continue
-                    inner = unwrapped(child)
+                    inner = unwrapped(child, self.followed)
                     if not any(inner is other for other in above):
                         yield from self._matching(inner, here, rest, whole, above)
 
@@ -239,11 +239,12 @@ def is_callable(module: nn.Module) -> bool:
     """Whether the module can run at all: ``ModuleList`` and ``ModuleDict`` have no forward."""
     if getattr(type(module), "forward", None) is not _NO_FORWARD:  # TorchScript's cannot be asked for
         return True
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return not isinstance(module, containers) or "forward" in vars(module)
+    return not isinstance(module, CONTAINERS) or "forward" in vars(module)
 
 
 _NO_FORWARD = nn.Module.forward
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""What only holds others, unless somebody has given it a forward."""
 
 
 _WRAPPED = {
@@ -268,9 +269,11 @@ def is_script(module: nn.Module) -> bool:
     return _SCRIPT in type(module).__mro__
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper wraps, which has its name; any other module itself."""
+def unwrapped(module: nn.Module, notes: list[Step] | None = None) -> nn.Module:
+    """What a wrapper wraps, which has its name; any other module itself. The steps through wrappers are noted."""
     while (inner := within(module)) is not module:
+        if notes is not None:
+            notes += [(module, name, inner) for name, held in module._modules.items() if held is inner]
         module = inner
     return module
 

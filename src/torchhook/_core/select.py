@@ -42,31 +42,32 @@ def resolve(
     """The sites that the selectors choose, in the order written and then in the order of the model.
 
     ``port`` is meant where a selector names none. A module that has several names is chosen once, under
-    the first name that was asked for.
+    the first name that was asked for. It is remembered, unless others have asked of the index before.
     """
     if port not in PORTS:
         raise SelectorError(f"port={port!r} is not a port; ports are {', '.join(map(repr, PORTS))}.")
     index = model if isinstance(model, Index) else Index(model)
-    # What others have asked of the index would be noted with it.
     key = None if index.followed or index.searched else choices.key_of(selectors, exclude, port)
     if key is not None and (known := choices.recall(index, key)) is not None:
         return [_new(Target, (site, module, None)) for site, module in known]
-    targets = _resolved(index, selectors, exclude, port)
-    if key is not None and not [target for target in targets if target.tensor is not None]:
+    left_out, wanted = list[Target](), list(_choose(index, selectors, port))
+    left_out += () if exclude is None else _choose(index, exclude, "output")
+    targets = _resolved(wanted, left_out)
+    if key is not None and not [1 for target in (*targets, *left_out) if target.tensor is not None]:
         choices.remember(index, key, [(target.site, target.module) for target in targets])
     return targets
 
 
-def _resolved(index: Index, selectors: Selector, exclude: Selector | None, port: str) -> list[Target]:
+def _resolved(wanted: Iterable[Target], left_out: Iterable[Target]) -> list[Target]:
     chosen: dict[Any, Target] = {}
-    for target in _choose(index, selectors, port):
+    for target in wanted:
         site, module, tensor = target
         identity = id(module) if tensor is None else _identity(target)
         chosen.setdefault((identity, site.op, site.call, site.port, site.leaf, site.role), target)
-    if exclude is not None:
+    if left_out:
         # Apart, for those that are left out at every port are looked for by what is known of each already.
         whole, at_port = set[int](), set[tuple[int, str]]()
-        for target in _choose(index, exclude, "output"):
+        for target in left_out:
             if target.site.port == "output":
                 whole.add(_identity(target))
             else:

@@ -218,12 +218,12 @@ class Session(Shown):
     def _open(self) -> Session:
         if self._attachment is not None:
             self._begin_again()
-        elif self._recipe is not None:
-            self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
-        reopening = self._reopening
         self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
-        attachment = self._attachment = Attachment()
+        if self._attachment is None and self._recipe is not None:
+            self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
+        reopening, attachment = self._reopening, Attachment()
+        self._attachment = attachment
         self._closed = False
         try:
             if may_be_compiled:

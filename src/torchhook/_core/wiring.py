@@ -199,7 +199,7 @@ class Taps:
         self, chosen: Sequence[Target], keep: Keep, recording: Recording, limit: int | None, task: int
     ) -> bool:
         """As ``record``, for all that there is: outputs of modules, where nothing was asked for before."""
-        outputs = None if "targets" in self.__dict__ else Outputs.of(chosen, limit)
+        outputs = None if self._recorders or "targets" in self.__dict__ else Outputs.of(chosen, limit)
         if outputs is None:
             return False
         self.record_outputs(outputs, keep, recording, task)
