@@ -31,6 +31,8 @@ class Reopening:
         self._name, self._other_names = recording.model_name, recording.other_names
         self._find_layouts = recording.find_layouts
         self._generators = generators(index)
+        self._not_called: dict[str, str] = {}
+        self._told = ""
 
     @classmethod
     def of(cls, taps: Taps, recording: Recording, keeps: list[Keep], index: Index) -> Reopening | None:
@@ -77,7 +79,10 @@ class Reopening:
         made = taps.recorders
         if made is None or taps.root.ran or taps.root.elsewhere or made.any_called():
             return False
-        recording.missing.update({str(site): never_ran.NOT_CALLED for site in self._outputs.sites})
+        if not self._told:
+            self._not_called = {str(site): never_ran.NOT_CALLED for site in self._outputs.sites}
+            self._told = never_ran.told(self._not_called)
+        recording.missing.update(self._not_called)
         if warns:
-            warn(never_ran.told(recording.missing), NeverRanWarning)
+            warn(self._told, NeverRanWarning)
         return True
