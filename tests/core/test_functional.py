@@ -940,3 +940,17 @@ def test_an_operation_under_two_selectors_is_recorded_once_for_each_session() ->
         net(torch.zeros(2))
     assert rec.all("(model)/gelu")[0].tolist() == [0, 0]
     assert len(rec.all("(model)/gelu")) == 1
+
+
+def test_what_an_edit_of_another_session_puts_in_its_place_is_not_taken_for_new() -> None:
+    net, held = Apply(lambda x: torch.relu(x).mul_(2)), torch.full((2, 3), 5.0)
+    net.register_buffer("held", held)
+    seen, address = held.numpy(), held.data_ptr()
+    with torch.no_grad(), th.edit(net, {"(model)/relu": lambda value: held}):
+        with th.capture(net, "(model)/relu") as rec:
+            net(torch.randn(2, 3))
+    assert rec["(model)/relu"].eq(5).all()
+    # The model wrote into what the edit gave it: whoever knows this buffer by its address sees it.
+    assert held.eq(10).all()
+    assert held.data_ptr() == address
+    assert (seen == 10).all()

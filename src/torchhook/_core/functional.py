@@ -237,7 +237,9 @@ class _Mode(TorchFunctionMode):
         output = func(*args, **kwargs)
         self.made_here = getrefcount(output) <= held_by_name  # here, where it is known how many hold it
         for listener, module in heard:
-            output = listener.after(name, module, output, args, kwargs)
+            passed = listener.after(name, module, output, args, kwargs)
+            if passed is not output:  # nobody knows who holds what an edit has put in its place
+                self.made_here, output = False, passed
         return output
 
 
