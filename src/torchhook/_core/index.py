@@ -178,10 +178,8 @@ class Index:
         found, seen, level = list[Tensor](), set[int](), [self.root]
         # By levels, with little of Python for each module: a model has hundreds.
         while level:
-            held: list[Any] = [module._buffers for module in level if module._buffers]
-            held += [module._parameters for module in level if Tensor in map(type, module._parameters.values())]
-            for tensors in held:
-                found += [tensor for tensor in tensors.values() if type(tensor) is Tensor]
+            for held in ([module._buffers for module in level], [module._parameters for module in level]):
+                found += [tensor for tensors in held if tensors for tensor in tensors.values() if type(tensor) is Tensor]
             holders = {id(module): module for module in level if module._modules}  # no other one can contain itself
             level = [
                 child
@@ -219,12 +217,9 @@ class Index:
 
 def ids_of(tensors: Iterable[Tensor]) -> frozenset[int]:
     """The ids of tensors, and of what they are views of: other views of that share their memory."""
-    found = list[int]()
-    for tensor in tensors:
-        found.append(id(tensor))
-        if type(tensor) is Tensor and (base := base_of(tensor)) is not None:
-            found.append(id(base))
-    return frozenset(found)
+    found = list(tensors)
+    bases = [base for tensor in found if type(tensor) is Tensor and (base := base_of(tensor)) is not None]
+    return frozenset(map(id, found + bases))
 
 
 def described(value: object) -> str:

@@ -236,7 +236,7 @@ class OutputTap(Tap):
 class RecordTap(OutputTap):
     """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
 
-    # As long as nobody else edits, looks or wants gradients.
+    # As long as nobody else edits or wants gradients.
     _edits, _only_looks, _does_more = False, True, False
 
     def __init__(
@@ -251,7 +251,8 @@ class RecordTap(OutputTap):
         self.order = order
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # What an OutputTap does, on one level, where there is nothing but to keep a value in the session's own context.
+        # What an OutputTap does, on one level, where there is nothing but to keep a value in the session's own context,
+        # and to show it to others who look.
         scope = self.scope
         if (
             scope is None
@@ -268,6 +269,8 @@ class RecordTap(OutputTap):
         self.ran = call + 1
         made_here = getrefcount(output) <= held_by_call  # on a line of its own, for arguments are references too
         self.rows.append((call, next(self.order), self.keep.kept(output, made_here)))
+        for look in self.looks:
+            look(output, call)
         return None
 
     def look(self, value: Any, call: int) -> None:
@@ -276,9 +279,8 @@ class RecordTap(OutputTap):
             look(value, call)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
-        if self.edits or self.aliases or self.looks:
-            self._edits, self._does_more = bool(self.edits), True
-            self._only_looks = not self.edits and not self.aliases
+        if self.edits or self.aliases:
+            self._edits, self._only_looks, self._does_more = bool(self.edits), False, True
         put_after(undo, module, self)
 
 
