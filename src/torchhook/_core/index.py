@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,8 @@ class Index:
         # By levels, with little of Python for each module: a model has hundreds.
         while level:
             for held in ([module._buffers for module in level], [module._parameters for module in level]):
-                found += [tensor for tensors in held if tensors for tensor in tensors.values() if type(tensor) is Tensor]
+                tensors = [tensor for own in held if own for tensor in own.values()]
+                found += [tensor for tensor in tensors if type(tensor) is Tensor]
             holders = {id(module): module for module in level if module._modules}  # no other one can contain itself
             level = [
                 child

@@ -57,6 +57,19 @@ class Keep:
     ``transform`` sees the passing value before it is copied, so that what it throws away is never copied or moved.
     """
 
+    # What it is told when a session opens is the class's until then: one is made for each session.
+    _owned: Callable[[], Iterable[Tensor]] = tuple
+    _find_ids: Callable[[], frozenset[int]] | None = None
+    _owned_ids: frozenset[int] | None = frozenset()
+    _inputs: Sequence[Tensor] = ()
+    _input_ids: frozenset[int] | None = None
+    _outliving_ids: frozenset[int] | None = frozenset()
+    _outliving_storages: frozenset[int | None] | None = None
+    _placed: Sequence[Keep] = ()
+    """The same for single sites, which have to know what this one is told."""
+    _of_calls: Sequence[tuple[Site, Keep]] = ()
+    """The same for single calls of one site, where their transforms differ."""
+
     def __init__(
         self,
         mode: str = "copy",
@@ -83,17 +96,6 @@ class Keep:
         self._is_plain = self.device is None and dtype is None
         self._may_be_fast = mode == "copy" and dtype is None and (self._is_plain or self._to_host is not None)
         self._is_fast = self._may_be_fast and transform is None
-        self._owned: Callable[[], Iterable[Tensor]] = tuple
-        self._find_ids: Callable[[], frozenset[int]] | None = None
-        self._owned_ids: frozenset[int] | None = frozenset()
-        self._inputs: Sequence[Tensor] = ()
-        self._input_ids: frozenset[int] | None = None
-        self._outliving_ids: frozenset[int] | None = frozenset()
-        self._outliving_storages: frozenset[int | None] | None = None
-        self._placed: list[Keep] = []
-        """The same for single sites, which have to know what this one is told."""
-        self._of_calls: list[tuple[Site, Keep]] = []
-        """The same for single calls of one site, where their transforms differ."""
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Keep:
         """The same way to keep values, for one site, where ``asks_where``."""
@@ -108,8 +110,8 @@ class Keep:
         keep = copy.copy(self)
         keep.transform = transforms.placed(transform, known)
         keep._is_fast = self._may_be_fast and transform is None
-        keep._placed = []
-        self._placed.append(keep)
+        keep._placed = ()
+        self._placed = [*self._placed, keep]
         return keep
 
     def recorder(self, put: Callable[[tuple[int, int, Any]], None], order: Iterator[int]) -> Callable[[Any, int], None]:
@@ -231,7 +233,7 @@ class Keep:
         self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
         if self._placed:
             self.called_with(())
-            self._placed = []
+            self._placed = ()
         if self._to_host is not None:
             self._to_host.settle()
 
@@ -286,7 +288,7 @@ class Keep:
         return source if fresh else self._as_it_is(source)
 
 
-def _of_call(several: list[tuple[Site, Keep]], call: int) -> Keep:
+def _of_call(several: Sequence[tuple[Site, Keep]], call: int) -> Keep:
     return next(keep for site, keep in several if site.means(call))
 
 

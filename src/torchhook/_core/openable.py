@@ -22,19 +22,21 @@ class Handed(Protocol):
         """What it is called, as long as it was never opened; empty from then on."""
 
 
-_handed: weakref.WeakKeyDictionary[Handed, Callable[[str, type[Warning]], None]] = weakref.WeakKeyDictionary()
+# No WeakKeyDictionary: this is done whenever a tool is made, and setting an item of one takes longer than all of it.
+_handed: dict[weakref.ref[Handed], Callable[[str, type[Warning]], None]] = {}
 
 
 def remember(tool: Handed) -> None:
     """Have it said when the program ends that something was never opened, at the line that made it."""
-    _handed[tool] = later_warning()
+    _handed[weakref.ref(tool, _handed.pop)] = later_warning()
 
 
 # What a module's own names hold is dropped while the interpreter shuts down, too late for a warning.
 @atexit.register
 def _say_unopened() -> None:
-    for tool, warn_there in list(_handed.items()):
-        if tool.unopened:
+    for ref, warn_there in list(_handed.items()):
+        tool = ref()
+        if tool is not None and tool.unopened:
             never_opened(tool.unopened, "was never opened", warn_there)
 
 

@@ -251,8 +251,7 @@ class RecordTap(OutputTap):
         self.order = order
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # What an OutputTap does, on one level, where there is nothing but to keep a value in the session's own context,
-        # and to show it to others who look.
+        # What an OutputTap does, on one level, where a value is but kept and looked at in the session's own context.
         scope = self.scope
         if (
             scope is None
