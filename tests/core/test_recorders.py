@@ -44,7 +44,7 @@ def by_hand(net: Net, x: Tensor) -> dict[str, Tensor]:
 
 
 def only_records(session: Session) -> bool:
-    return session._taps.only_record()
+    return session._taps.only_record
 
 
 ALONE: dict[str, Callable[[nn.Module], Session]] = {

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import nn
@@ -103,24 +101,16 @@ def _forget(model_id: int, gone: Any) -> None:
 class _Searched:
     """Modules of which all that they hold was looked at."""
 
-    __slots__ = ("_children", "_holders", "_kinds", "_met", "_names", "_number")
+    __slots__ = ("_held", "_kinds", "_met", "_number")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         whole = {id(module): module for module in modules}
-        holders = [module for module in whole.values() if module._modules]
-        children = [child for module in holders for child in module._modules.values()]
-        # Each once, those that were searched first; what the others are is told by their places in this list.
-        places: dict[int, int] = {}
-        self._met: list[_Ref] = []
-        for module in (*whole.values(), *children):
-            if id(module) not in places:
-                places[id(module)] = len(self._met)
-                self._met.append(_nothing if module is None else weakref.ref(module))
+        children = [child for module in whole.values() for child in module._modules.values()]
+        met = {id(module): module for module in (*whole.values(), *children)}
         self._number = len(whole)
-        self._kinds = list(map(id, map(type, (ref() for ref in self._met))))
-        self._holders = [places[id(module)] for module in holders]
-        self._children = [places[id(child)] for child in children]
-        self._names = [name for module in holders for name in module._modules]
+        self._met: list[_Ref] = [_nothing if module is None else weakref.ref(module) for module in met.values()]
+        self._kinds = list(map(id, map(type, met.values())))
+        self._held = _held(list(whole.values()))
 
     def modules(self) -> list[Any]:
         """Those of them that are alive; ``None`` for each that is not."""
@@ -128,21 +118,17 @@ class _Searched:
 
     def hold_the_same(self) -> bool:
         """Whether every module that was looked at is where it was, of its class, and no other has come."""
-        # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes.
+        # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes. An id
+        # is a module's own as long as it is alive, which its class tells.
         met: list[Any] = [ref() for ref in self._met]
-        if list(map(id, map(type, met))) != self._kinds:  # or gone
-            return False
-        holders = [module for module in met[: self._number] if module._modules]
-        if len(holders) != len(self._holders):
-            return False
-        held = [module._modules for module in holders]
-        children = [child for part in held for child in part.values()]
-        return (
-            len(children) == len(self._children)
-            and all(map(is_, holders, map(met.__getitem__, self._holders)))
-            and all(map(is_, children, map(met.__getitem__, self._children)))
-            and list(chain.from_iterable(held)) == self._names
-        )
+        return list(map(id, map(type, met))) == self._kinds and _held(met[: self._number]) == self._held
+
+
+def _held(modules: list[nn.Module]) -> list[Any]:
+    """Who holds something, as which names, and what: all by their ids."""
+    return [
+        part for module in modules if (held := module._modules) for part in (id(module), *held, *map(id, held.values()))
+    ]
 
 
 class Choice:

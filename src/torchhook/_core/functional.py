@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from operator import attrgetter
 from sys import getrefcount
@@ -173,7 +173,7 @@ def depths() -> dict[int, int]:
     return {id(listener): listener.depth for listener in listeners} if listeners else {}
 
 
-def unwind(depths: dict[int, int]) -> None:
+def unwind(depths: Mapping[int, int]) -> None:
     """After an exception went through models: forget what was entered since ``depths`` was taken."""
     for listener in list(_modes.mode.listeners):
         listener.unwind(depths.get(id(listener), 0))

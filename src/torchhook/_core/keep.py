@@ -93,6 +93,8 @@ class Keep:
         self._to_host = HostCopies() if self.device == torch.device("cpu") else None
         self.wait: Callable[[], None] = _at_once if self._to_host is None else self._to_host.wait
         """Returns when every value that was kept can be read. It knows the copies alone: a recording may hold it."""
+        self.only_copies: bool = transform is None and mode in ("copy", "clone")
+        """Whether nothing is asked when a value passes but the value itself."""
         self._is_plain = self.device is None and dtype is None
         self._may_be_fast = mode == "copy" and dtype is None and (self._is_plain or self._to_host is not None)
         self._is_fast = self._may_be_fast and transform is None

@@ -19,19 +19,19 @@ class Outputs:
 
     __slots__ = ("limit", "modules", "sites", "targets")
 
-    def __init__(self, targets: Sequence[Target], limit: int | None) -> None:
-        self.targets, self.limit = targets, limit
-        self.sites: list[Site] = [target[0] for target in targets]
-        self.modules: list[nn.Module] = [target[1] for target in targets]
+    def __init__(
+        self, targets: Sequence[Target], sites: Sequence[Site], modules: Sequence[nn.Module], limit: int | None
+    ) -> None:
+        self.targets, self.sites, self.modules, self.limit = targets, sites, modules, limit
 
     @classmethod
     def of(cls, targets: Sequence[Target], limit: int | None) -> Outputs | None:
         """``limit`` is how many values of each are kept; ``None`` where targets are more than this."""
-        # Lists, and no generators: this is asked whenever a session is made, of hundreds of them.
-        if [1 for site, _, tensor in targets if tensor is not None or not site.is_output]:
+        # Without generators: this is asked whenever a session is made, of hundreds of them.
+        sites, modules, tensors = zip(*targets, strict=True)
+        if any(tensors) or len(set(map(id, modules))) != len(modules) or [1 for site in sites if not site.is_output]:
             return None
-        found = cls(targets, limit)
-        return found if len(set(map(id, found.modules))) == len(targets) else None
+        return cls(targets, sites, modules, limit)
 
 
 class Recorders:
@@ -56,4 +56,7 @@ class Recorders:
 
     def any_called(self) -> bool:
         """Whether one of them was called, in this session's sight or elsewhere."""
-        return bool([tap for tap in self.taps if tap.ran or tap.elsewhere or tap.recomputed])
+        for tap in self.taps:  # noqa: SIM110 (a generator takes longer to begin than the first to be asked)
+            if tap.ran or tap.elsewhere or tap.recomputed:
+                return True
+        return False

@@ -311,13 +311,13 @@ Names = Callable[[], Iterable[tuple[str, str]]]
 """Finds pairs of a name and the one that it stands for."""
 
 
-def other_names(index: Index, targets: list[Target], more: Names) -> Names:
+def other_names(index: Index, sites: Sequence[Site], more: Names = tuple) -> Names:
     """Finds the other names that shared modules and parameters have, when they are asked for.
 
     That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
     model only as long as it lives.
     """
-    model, paths = weakref.ref(index.root), [target.site.path for target in targets]
+    model = weakref.ref(index.root)
 
     def find() -> Iterator[tuple[str, str]]:
         yield from more()
@@ -326,7 +326,7 @@ def other_names(index: Index, targets: list[Target], more: Names) -> Names:
         for role, path in naming.plain(root):
             yield from ((role, path), (path, role))
         walked = Index(root)
-        for path in paths:
+        for path in [site.path for site in sites]:
             module, tensor = walked.find(path), walked.find_tensor(path)
             if module is not None:
                 names = walked.names(module)
@@ -344,16 +344,16 @@ Layouts = Callable[[], Iterable[tuple[str, tuple[str, bool]]]]
 """Finds pairs of a path and what ``own_kind`` says of the module there."""
 
 
-def layouts(index: Index, targets: list[Target], more: Layouts) -> Layouts:
-    """Finds how the modules of the targets lay out their maps, when it is asked for, and as long as the model lives."""
-    model, paths = weakref.ref(index.root), [target.site.path for target in targets]
+def layouts(index: Index, sites: Sequence[Site], more: Layouts = tuple) -> Layouts:
+    """Finds how the modules at sites lay out their maps, when it is asked for, and as long as the model lives."""
+    model = weakref.ref(index.root)
 
     def find() -> Iterator[tuple[str, tuple[str, bool]]]:
         yield from more()
         if (root := model()) is None:
             return
         walked = Index(root)
-        for path in dict.fromkeys(paths):
+        for path in dict.fromkeys([site.path for site in sites]):
             module = walked.find(path)
             if module is not None and (kind := own_kind(module)) is not None:
                 yield path, kind

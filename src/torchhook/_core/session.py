@@ -5,13 +5,24 @@ every hook away again, whatever happens. Everything that looks into a model is a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchhook._core import actions, calling, early_end, functional, hooks, never_ran, select, steps, wiring
+from torchhook._core import (
+    actions,
+    calling,
+    early_end,
+    exit_report,
+    functional,
+    hooks,
+    never_ran,
+    select,
+    steps,
+    wiring,
+)
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
@@ -22,7 +33,7 @@ from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.reopening import Reopening
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
-from torchhook._core.select import Target, other_names
+from torchhook._core.select import Target
 from torchhook._core.sharding import Homes
 from torchhook._core.shown import Shown
 from torchhook._core.taps import CustomTap, Look
@@ -43,6 +54,21 @@ class Session(Shown):
     own each time; any other one once. A session that is dropped while open takes its hooks with it.
     """
 
+    # What most sessions never need is the class's, until it is asked for: one may be made for each call of a model.
+    takes_all = False  # since nobody has named a site
+    reports = True
+    """Whether it notes in its recording what never ran, and why."""
+    gathers: Together | None = None
+    """With the other ranks, where the gradients of parameters are wanted whole."""
+    reduced = False
+    """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
+    unopened: str = ""
+    _recipe: Callable[[Session], None] | None = None
+    _reopening: Reopening | None = None
+    _stops = False
+    _counts_steps = False  # who only looks, as a guard does, asks for none
+    _depths: Mapping[int, int] = {}
+
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
     ) -> None:
@@ -52,35 +78,23 @@ class Session(Shown):
         self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
-        self.takes_all = False  # since nobody has named a site
-        self.reports = True
-        """Whether it notes in its recording what never ran, and why."""
-        self.gathers: Together | None = None
-        """With the other ranks, where the gradients of parameters are wanted whole."""
-        self.reduced = False
-        """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
-        self.unopened: str = ""
-        self._recipe: Callable[[Session], None] | None = None
-        self._reopening: Reopening | None = None
-        self._stops = False
-        self._wait_again: Callable[[], None] = lambda: None
-        self._depths: dict[int, int] = {}
         self._begin()
 
     def _begin(self) -> None:
         """What belongs to one opening; the rest is the same in all of them."""
         self.recording: Recording = Recording(type(self.index.root).__name__)
-        scope = Scope()
-        self.scope: Scope = scope
+        self.scope: Scope = Scope()
+        self._taps: Taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
         self._keeps: list[Keep] = []
-        self._seen: set[Site] = set()
-        self._to_come: list[tuple[Site, actions.ToCome]] = []
-        self._counts_steps = False  # who only looks, as a guard does, asks for none
-        self._followed: dict[Site, Tensor] = {}
         self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
-        self._taps: Taps = Taps(self.index, scope, scope if self._own_threads_only else None)
+        self._to_come: list[tuple[Site, actions.ToCome]] = []
+        self._seen: set[Site] = set()
+        self._followed: dict[Site, Tensor] = {}
         self._attachment: Attachment | None = None
         self._closed = False
+
+    def _wait_again(self) -> None:
+        """Before each pass: wait for all the sites again that a pass ends at."""
 
     @property
     def handles(self) -> TensorHandles:
@@ -124,11 +138,15 @@ class Session(Shown):
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         chosen, recording, taps = list(targets), self.recording, self._taps
+        if taps.is_new and not before_edits:
+            self._reopening = Reopening.of(self.index, chosen, keep, max_records)
+            if self._reopening is not None:
+                self._keeps = self._reopening.begin(recording, taps)
+                return
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         task, padding = graph_task(), taps.call_padding(keep)
-        fast = not units and not before_edits and padding is None and keep.mode != "live"
-        recorded = fast and not keep.asks_where and taps.record_all(chosen, keep, recording, max_records, task)
-        for target, others, calls in () if recorded else select.by_site(chosen):
+        fast = keep.only_copies and not before_edits
+        for target, others, calls in select.by_site(chosen):
             site = target.site
             rows = recording.opened(site, max_records, calls)
             own = keep.placed(site, taps.heads_at(target, at_once=True)) if keep.asks_where else keep
@@ -144,8 +162,9 @@ class Session(Shown):
                 tap.add_edit(actions.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
-        recording.other_names = other_names(self.index, chosen, recording.other_names)
-        recording.find_layouts = select.layouts(self.index, chosen, recording.find_layouts)
+        sites = [target.site for target in chosen]
+        recording.other_names = select.other_names(self.index, sites, recording.other_names)
+        recording.find_layouts = select.layouts(self.index, sites, recording.find_layouts)
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
         self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
@@ -166,7 +185,7 @@ class Session(Shown):
         targets = list(targets)
         sites, check = frozenset(target.site for target in targets), early_end.refusal(self.index)
         waiting = set(sites)
-        self._wait_again = lambda: waiting.update(sites)
+        self._wait_again = lambda: waiting.update(sites)  # type: ignore[method-assign]
         for target in targets:
             if target.site.port.startswith("grad"):
                 raise SessionError(
@@ -218,10 +237,10 @@ class Session(Shown):
     def _open(self) -> Session:
         if self._attachment is not None:
             self._begin_again()
+        elif self._leaves or not self._taps.only_record:
+            self._reopening = None
         self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
-        if self._attachment is None and self._recipe is not None:
-            self._reopening = Reopening.of(self._taps, self.recording, self._keeps, self.index)
         reopening, attachment = self._reopening, Attachment()
         self._attachment = attachment
         self._closed = False
@@ -269,13 +288,14 @@ class Session(Shown):
         """Make all that belongs to one opening anew."""
         if not self._closed:
             raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
+        if self._recipe is None:
+            raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
+        self._begin()
         if self._reopening is None:
-            if self._recipe is None:
-                raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
-            self._begin()
             self._recipe(self)
+            self._reopening = None  # as before: it does more than record
         else:
-            self.recording, self.scope, self._taps = self._reopening.made(self._own_threads_only)
+            self._keeps = self._reopening.begin(self.recording, self._taps)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.
@@ -365,36 +385,11 @@ class Session(Shown):
         if self.reports and not (is_as_it_was and self._taps.all_ran()):
             if known is not None and known.note_idle(self.recording, self._taps, self._warn):
                 return
-            self._report(error, is_as_it_was)
+            exit_report.note(
+                self.recording, self._taps, self.index, self.scope, error, is_as_it_was, self._followed, self._seen
+            )
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn and (self._taps.recorders is None or self.recording.missing):
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording, self.index if self.takes_all else None)
-
-    def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
-        """Note in the recording what never ran and why, and what ran out of this session's sight."""
-        ran = self._taps.any_ran
-        for site, (target, tap) in self._taps.targets.items():
-            forward = self._taps.passing(site, tap)
-            if is_as_it_was and tap.ran and site.call is None and not (tap.elsewhere or forward.recomputed):
-                continue  # nothing to say, as of most
-            address = str(site)
-            replaced = "" if is_as_it_was else never_ran.replaced(target, self.index, self._followed)
-            if tap.elsewhere:
-                self.recording.elsewhere[address] = tap.elsewhere
-            if forward.recomputed:
-                self.recording.recomputed[address] = forward.recomputed
-            if replaced:
-                # Its hooks are on what was there when the session opened; the new one has none.
-                self.recording.replaced[address] = f"{replaced}: its calls and gradients were not seen"
-            if never_ran.came(site, tap, self.recording, self._seen):
-                continue
-            why = never_ran.ended_by(error, replaced)
-            if not (why or ran or tap.elsewhere) and forward is tap and never_ran.takes_hooks(target, self.index):
-                why = never_ran.NOT_CALLED
-            elif not why:
-                why = never_ran.cause(
-                    target, tap, forward, self.index, self._taps.by_module, self.scope, self._taps.listener
-                )
-            self.recording.missing[address] = why

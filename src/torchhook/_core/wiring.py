@@ -26,7 +26,7 @@ from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.recorders import Outputs, Recorders
+from torchhook._core.recorders import Recorders
 from torchhook._core.scope import Scope
 from torchhook._core.select import Target, live_tensor
 from torchhook._core.site_operations import SiteListener
@@ -43,7 +43,7 @@ from torchhook._core.taps import (
     forget_passed,
 )
 from torchhook._recording.address import Site
-from torchhook._recording.records import Recording, Rows
+from torchhook._recording.records import Rows
 from torchhook._recording.tables import Table
 from torchhook._torch import graph_task
 from torchhook._values.call_masks import CallPadding
@@ -195,27 +195,27 @@ class Taps:
         self.targets[target.site] = (target, tap)
         return True
 
-    def record_all(
-        self, chosen: Sequence[Target], keep: Keep, recording: Recording, limit: int | None, task: int
-    ) -> bool:
-        """As ``record``, for all that there is: outputs of modules, where nothing was asked for before."""
-        outputs = None if self._recorders or "targets" in self.__dict__ else Outputs.of(chosen, limit)
-        if outputs is None:
-            return False
-        self.record_outputs(outputs, keep, recording, task)
-        self.__dict__.pop("_outputs", None)  # of nothing, so far
-        return True
-
-    def record_outputs(self, outputs: Outputs, keep: Keep, recording: Recording, task: int) -> None:
-        """As ``record_all``, where it is known that there is nothing else."""
-        self.recorders = self._recorders = Recorders(outputs, keep, recording, self.seen_from, task)
+    def record_all(self, recorders: Recorders, looks: Sequence[Look]) -> None:
+        """Have ``recorders`` be all that there is, and ``looks`` shown what the model is called with."""
+        self.recorders = self._recorders = recorders
+        self.root.looks = looks
         self._is_complete = True
+        self.__dict__.pop("_outputs", None)  # of nothing, so far
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was asked for yet."""
+        made = self.__dict__
+        return not (self._recorders or "targets" in made or self.root.looks or self._is_more_than_outputs)
+
+    @property
     def only_record(self) -> bool:
-        """Whether values are recorded as they leave modules, and nothing else is done."""
-        if self.recorders is None or self.listener or self.leaving or len(self._inputs) != 1 or self._customs:
-            return False
-        return len(self.root.looks) == 1 and not self.root.edits
+        """Whether there is nothing but what ``record_all`` has made."""
+        return self.recorders is not None and len(self.root.looks) == 1 and not self._is_more_than_outputs
+
+    @property
+    def _is_more_than_outputs(self) -> bool:
+        return bool(self.listener or self.leaving or self.root.edits or self._customs or len(self._inputs) != 1)
 
     def call_padding(self, keep: Keep) -> CallPadding | None:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""

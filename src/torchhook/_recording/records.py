@@ -80,7 +80,7 @@ class Recording:
     def opened_all(self, sites: Sequence[Site], limit: int | None = None) -> list[Rows]:
         """The rows of sites that nobody has asked for yet, and that name no calls."""
         opened: list[Rows] = [made(limit) for _ in sites] if limit is not None else [[] for _ in sites]
-        self._rows.update(zip(sites, opened, strict=True))
+        self._rows.update(zip(sites, opened))  # noqa: B905 (as many: strict= takes as long as the rest)
         return opened
 
     @property

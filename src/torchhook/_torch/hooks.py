@@ -144,11 +144,20 @@ class _Placed:
             hooks.pop(key, None)
 
 
-def put_all_after(undo: Undo, hooked: Iterable[tuple[nn.Module, Hook]]) -> None:
-    """As ``put_after``, for each of several modules, without a call and an object for each."""
-    placed = _Placed()
-    keys, where = placed.keys, placed.where = [], []
+def put_around(undo: Undo, root: nn.Module, before: Hook, hooked: Iterable[tuple[nn.Module, Hook]]) -> None:
+    """As ``put_before`` for a model and ``put_after`` for some modules, without a call and an object for each."""
+    placed, keys, where = _Placed(), list[int](), list[dict[int, Any]]()
+    placed.keys, placed.where = keys, where
     undo.append(placed)
+    if is_direct and type(root).register_forward_pre_hook is _BEFORE:
+        key = next(_keys, None) or _more_keys()
+        keys += key, key
+        marks, hooks = root._forward_pre_hooks_with_kwargs, root._forward_pre_hooks
+        where += marks, hooks
+        marks[key] = True
+        hooks[key] = before
+    else:
+        undo.append(root.register_forward_pre_hook(before, with_kwargs=True).remove)
     for module, hook in hooked:
         if is_direct and type(module).register_forward_hook is _AFTER:
             # Known before it is there: an interrupt may come between any two lines.
