@@ -20,10 +20,11 @@ from torchhook._core import calling, never_ran
 from torchhook._core.heads import heads_at
 from torchhook._core.index import is_callable
 from torchhook._core.keep import Keep
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
 from torchhook._core.site_operations import SiteListener
 from torchhook._core.taps import Look, as_arguments
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site, shown
 from torchhook._recording.records import Recording
 from torchhook._values.heads import Where, is_packed, unpacked

@@ -15,8 +15,9 @@ from torchhook._core.keep import Keep
 from torchhook._core.per_site import Transforms
 from torchhook._core.ranks import Together
 from torchhook._core.scope import Stopped as Stopped
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session, Threads
+from torchhook._core.targets import Target
 from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
@@ -90,13 +91,16 @@ def capture(
     changes = _resolved(session.index, edit) if edit else []
     if gather not in ("local", "full"):
         raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
-    own, together = per_site.by_target(transform, session.index, targets, port), None
-    if gather == "full":
-        together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
-        whole = _Gathered(together)
-        made = {id(one): whole if one is None else compose(whole, one) for one in own}
-        own = [made[id(one)] for one in own]
-    keeper = Keep(keep, device=device, dtype=dtype, transform=per_site.chosen(targets, own))
+    changed, together = None, None
+    if transform is not None or gather == "full":
+        own = per_site.by_target(transform, session.index, targets, port)
+        if gather == "full":
+            together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
+            whole = _Gathered(together)
+            made = {id(one): whole if one is None else compose(whole, one) for one in own}
+            own = [made[id(one)] for one in own]
+        changed = per_site.chosen(targets, own)
+    keeper = Keep(keep, device=device, dtype=dtype, transform=changed)
 
     def build(session: Session) -> None:
         for target, change in changes:

@@ -21,10 +21,10 @@ from torchhook._core.index import Index
 from torchhook._core.openable import Openable
 from torchhook._core.parameters import AfterBackward
 from torchhook._core.ranks import Together
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.sharding import Home, Homes
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.tables import facts
 from torchhook._torch import sharded

@@ -16,8 +16,9 @@ from torchhook import edits
 from torchhook._core import observing
 from torchhook._core.index import Index
 from torchhook._core.observing import can_observe, go_on, observe
-from torchhook._core.select import Target, resolve
+from torchhook._core.select import resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 
 Seen = dict[str, list[Tensor]]
 

@@ -44,7 +44,7 @@ def by_hand(net: Net, x: Tensor) -> dict[str, Tensor]:
 
 
 def only_records(session: Session) -> bool:
-    return session._taps.only_record
+    return session._taps.recorders is not None
 
 
 ALONE: dict[str, Callable[[nn.Module], Session]] = {
@@ -52,6 +52,7 @@ ALONE: dict[str, Callable[[nn.Module], Session]] = {
     "everything": lambda net: th.capture(net),
     "a few of each": lambda net: th.capture(net, "**", max_records=2),
     "on the host": lambda net: th.capture(net, "**", device="cpu"),
+    "the end of the pass": lambda net: th.capture(net, "a", "act", stop=True),
 }
 MORE: dict[str, Callable[[nn.Module], Session]] = {
     "inputs": lambda net: th.capture(net, "a", "act:input"),
@@ -63,7 +64,6 @@ MORE: dict[str, Callable[[nn.Module], Session]] = {
     "transforms": lambda net: th.capture(net, "a", transform=lambda value: value + 1),
     "values on the graph": lambda net: th.capture(net, "a", keep="live"),
     "before edits": lambda net: th.capture(net, "a", before_edits=True),
-    "stop": lambda net: th.capture(net, "a", stop=True),
 }
 
 

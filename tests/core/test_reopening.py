@@ -306,7 +306,7 @@ def test_a_third_opening_is_like_the_first(net: Net) -> None:
     ("site", "options"),
     [
         *((site, {}) for site in ("a:grad", "a:input", "act#1", "a/linear", "a.weight")),
-        *(("a", option) for option in ({"edit": {"b": edits.scale(2)}}, {"stop": True}, {"transform": torch.abs})),
+        *(("a", option) for option in ({"edit": {"b": edits.scale(2)}}, {"transform": torch.abs})),
     ],
 )
 def test_who_does_more_than_record_is_built_by_its_recipe(net: Net, site: str, options: Any) -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchhook._core.index import Index, is_callable
-from torchhook._core.select import Target, live_tensor, resolve
+from torchhook._core.select import resolve
+from torchhook._core.targets import Target, live_tensor
 from torchhook._recording.address import Site
 from torchhook.errors import SelectorError
 

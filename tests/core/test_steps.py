@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import torchhook as th
 from torchhook._core import steps
 from torchhook._core.index import Index
-from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.steps import Pass, current
 

@@ -17,8 +17,9 @@ from torchhook._cam.methods import BY_GRADIENT, METHODS, eigencam, known_method,
 from torchhook._cam.result import CAM, stretch, upsample
 from torchhook._core import calling
 from torchhook._core.index import Index
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._layers.api import untrained
 from torchhook._recording.address import Site
 from torchhook._values import tree

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torchhook._cam.inputs import Subject, refuse_one_example
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.layout import Grids, Layout, infer

@@ -13,8 +13,8 @@ from torchhook._cam.methods import ablationcam_weights, scorecam_weights
 from torchhook._cam.result import stretch, upsample
 from torchhook._core import calling
 from torchhook._core.index import Index
-from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.layout import Layout

@@ -21,7 +21,7 @@ from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units
 from torchhook._core.scope import Scope, Stop
-from torchhook._core.select import Target
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._torch import compiler
 from torchhook._torch.hooks import Undo, put_after, put_before

@@ -21,8 +21,9 @@ from torchhook._core.index import Index, unwrapped
 from torchhook._core.keep import Keep
 from torchhook._core.per_site import Transforms
 from torchhook._core.scope import Scope
-from torchhook._core.select import Target, resolve
+from torchhook._core.select import resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Calls, parse
 from torchhook._torch import compiler, cuda_graphs
 from torchhook._values import tree
@@ -169,7 +170,7 @@ class Featured(Facade):
         own = per_site.by_target(self.transform, index, targets := list(sites.values()))
         session.record(targets, Keep("live", transform=per_site.chosen(targets, own)))
         if self.stop:
-            session.stop_when_seen(sites.values())
+            session.stop_when_seen(list(sites.values()))
         with session as recording:
             output = self.model(*args, **kwargs)
         if changes and torch.is_grad_enabled() and (sites_again := session.edited_in_segments):

@@ -13,8 +13,9 @@ from torchhook._core import per_site
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.per_site import Transforms
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.tables import count
 from torchhook._values import tree

@@ -11,9 +11,9 @@ from torch import nn
 
 from torchhook._classic.facade import Facade
 from torchhook._core.index import Index
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._layers.api import layers
 from torchhook._recording.address import Site
 from torchhook._values import tree

@@ -15,8 +15,8 @@ from torch import Tensor
 from torchhook import edits
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope, Stop
-from torchhook._core.select import Target
 from torchhook._core.taps import Edit, Look, Tap
+from torchhook._core.targets import Target
 from torchhook._recording.address import Calls, Site
 from torchhook._torch import loses_graph, out_of_checkpoints
 from torchhook._values import tree

@@ -15,10 +15,7 @@ from torch import nn
 
 from torchhook._core.generators import Generators, holds_few
 from torchhook._core.index import CONTAINERS, Index, Step, is_callable, is_glob, is_script
-from torchhook._recording.address import Site
-
-Found = Sequence[tuple[Site, nn.Module]]
-"""Sites, each with the module that it is at."""
+from torchhook._core.targets import Outputs, Target
 
 _MOST = 16
 """So many choices are remembered of one model, the newest."""
@@ -53,7 +50,7 @@ def _plain(selectors: Any) -> Any:
     return weakref.ref(selectors) if kind is type else None
 
 
-def recall(index: Index, key: Any) -> Found | None:
+def recall(index: Index, key: Any) -> Sequence[Target] | None:
     """What was chosen by the same before; ``None`` where nothing is known, or the model is not what it was."""
     given, known = _of_models.get(id(index.given), (_nothing, {}))
     choice = known.get(key) if given() is index.given else None
@@ -67,8 +64,8 @@ def recall(index: Index, key: Any) -> Found | None:
     return found
 
 
-def remember(index: Index, key: Any, found: Found) -> None:
-    """Note what was chosen by what ``index`` has followed and searched for it, and for nothing else."""
+def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
+    """Note what was chosen by what ``index`` has followed and searched for it, and for nothing else: no tensors."""
     root, given, model_id = index.root, index.given, id(index.given)
     near = Generators(root, index.followed)
     if any(map(is_script, (root, *[step[0] for step in index.followed], *index.searched, *near.searched))):
@@ -136,6 +133,7 @@ class Choice:
 
     # No class is held either: it may know a model, too. An object that is where it was keeps the class of its id alive.
     __slots__ = (
+        "_are_outputs",
         "_containers",
         "_followed",
         "_generate",
@@ -148,7 +146,7 @@ class Choice:
         "_too_large",
     )
 
-    def __init__(self, index: Index, found: Found, near: Generators, tensor_names: frozenset[str]) -> None:
+    def __init__(self, index: Index, found: Sequence[Target], near: Generators, tensor_names: frozenset[str]) -> None:
         self._root = weakref.ref(index.root), id(type(index.root))
         searched = set(map(id, index.searched))
         self._searched = _Searched(index.searched) if index.searched else None
@@ -167,8 +165,9 @@ class Choice:
         reached = {id(module): module for module in (*index.searched, *[child for _, _, child in steps.values()])}
         containers = [module for module in reached.values() if isinstance(module, CONTAINERS)]
         self._containers = [(weakref.ref(module), is_callable(module)) for module in containers]
-        self._sites = [site for site, _ in found]
-        self._modules = [weakref.ref(module) for _, module in found]
+        self._sites = [target.site for target in found]
+        self._modules = [weakref.ref(target.module) for target in found]
+        self._are_outputs = Outputs.of(found, index.root) is not None
         self._tensors = tensor_names
 
     def holds(self) -> bool:
@@ -198,14 +197,16 @@ class Choice:
         own = [held for module in modules for held in (module._parameters, module._buffers) if held]
         return not all(map(self._tensors.isdisjoint, own))
 
-    def found(self, root: nn.Module) -> Found | None:
-        """Sites and modules; ``None`` where the model has changed."""
+    def found(self, root: nn.Module) -> Sequence[Target] | None:
+        """What was chosen; ``None`` where the model has changed."""
         known, kind = self._root
         if known() is not root or id(type(root)) != kind or not self.holds() or not self._means_the_same():
             return None
         modules: list[Any] = [ref() for ref in self._modules]
-        gone = [module for module in modules if module is None]
-        return None if gone else list(zip(self._sites, modules, strict=True))
+        if [1 for module in modules if module is None]:
+            return None
+        outputs = Outputs(self._sites, modules)
+        return outputs if self._are_outputs else list(outputs)
 
     def generators(self) -> list[nn.Module]:
         """The modules that generate, as they were found on the ways to what was chosen."""

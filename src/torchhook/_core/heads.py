@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
-from torchhook._core.select import Target
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site, shown
 from torchhook._values.heads import KnownHeads
 

@@ -270,8 +270,6 @@ class _EagerStance:
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        if self.said or not compiler.compiler_is_loaded():
-            return
         # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
         known = self._looked_at.get(id(model))
         parts: Iterable[nn.Module] = [model]
@@ -292,7 +290,7 @@ class _EagerStance:
 
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""
-        attachment.defer(functools.partial(self.release, attachment))
+        attachment.undo.append(functools.partial(self.release, attachment))
         self.hold(attachment, scope)
 
     def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
@@ -342,10 +340,11 @@ eager_stance = _EagerStance()
 
 def may_be_compiled(model: nn.Module) -> bool:
     """Whether a session that is about to open has to hold the compiler off; it is refused inside compiled code."""
-    if not compiler.in_trace() and not compiler.compiler_is_loaded():
-        return False
     refuse_compiled_code()
-    eager_stance.say_once(model)
+    if not compiler.compiler_is_loaded():
+        return False
+    if not eager_stance.said:
+        eager_stance.say_once(model)
     return True
 
 

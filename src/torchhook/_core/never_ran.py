@@ -16,9 +16,9 @@ from torchhook._core.index import Index, is_script
 from torchhook._core.keep import Keep
 from torchhook._core.offload import is_offloaded
 from torchhook._core.scope import Scope, Stop
-from torchhook._core.select import Target, live_tensor
 from torchhook._core.sharding import Homes
 from torchhook._core.taps import Tap
+from torchhook._core.targets import Target, live_tensor
 from torchhook._recording.address import MODEL, Site, parse, shown
 from torchhook._recording.records import Recording
 from torchhook._words import plural, times

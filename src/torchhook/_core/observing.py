@@ -16,9 +16,9 @@ from torch import Tensor, is_grad_enabled, nn
 from torchhook._core.gradients import GradTap, OutputGradient
 from torchhook._core.listening import Chain, Link, LinkHook
 from torchhook._core.scope import active
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Alias, InputTap, Look, OutputTap, listeners, repeated
+from torchhook._core.targets import Target
 from torchhook._torch import saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, is_on, knows_results, put_on_newest

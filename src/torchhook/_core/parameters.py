@@ -18,8 +18,8 @@ from torch import Tensor
 from torchhook._core.gradients import GradTap
 from torchhook._core.hooks import Attachment, after_backward
 from torchhook._core.ranks import Together
-from torchhook._core.select import Target
 from torchhook._core.sharding import Home, Homes
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._torch.memory import version_of
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torchhook._core.index import Index
-from torchhook._core.select import Target, live_tensor, resolve
+from torchhook._core.select import resolve
+from torchhook._core.targets import Target, live_tensor
 from torchhook._recording.address import Calls, Site
 from torchhook.errors import SelectorError, suggestion
 from torchhook.transforms import Transform

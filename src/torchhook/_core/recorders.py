@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
-from torchhook._core.select import Target
 from torchhook._core.taps import RecordTap
-from torchhook._recording.address import Site
+from torchhook._core.targets import Outputs
 from torchhook._recording.records import Recording
-
-
-class Outputs:
-    """What different modules return, and nothing else: what all openings of a session record."""
-
-    __slots__ = ("limit", "modules", "sites", "targets")
-
-    def __init__(
-        self, targets: Sequence[Target], sites: Sequence[Site], modules: Sequence[nn.Module], limit: int | None
-    ) -> None:
-        self.targets, self.sites, self.modules, self.limit = targets, sites, modules, limit
-
-    @classmethod
-    def of(cls, targets: Sequence[Target], limit: int | None) -> Outputs | None:
-        """``limit`` is how many values of each are kept; ``None`` where targets are more than this."""
-        # Without generators: this is asked whenever a session is made, of hundreds of them.
-        sites, modules, tensors = zip(*targets, strict=True)
-        if any(tensors) or len(set(map(id, modules))) != len(modules) or [1 for site in sites if not site.is_output]:
-            return None
-        return cls(targets, sites, modules, limit)
 
 
 class Recorders:
     """One tap for each of some outputs, in their order."""
 
-    # In lists beside each other: what holds them together by pairs is for the garbage collector to go through.
+    __slots__ = ("outputs", "taps")
 
-    def __init__(self, outputs: Outputs, keep: Keep, recording: Recording, seen_from: Scope | None, task: int) -> None:
+    def __init__(
+        self,
+        outputs: Outputs,
+        limit: int | None,
+        keep: Keep,
+        recording: Recording,
+        seen_from: Scope | None,
+        task: int,
+    ) -> None:
         self.outputs, order = outputs, recording.order
-        rows = recording.opened_all(outputs.sites, outputs.limit)
+        rows = recording.opened_all(outputs.sites, limit)
         self.taps = [
             RecordTap(site.path, seen_from, keep, of, order, task) for site, of in zip(outputs.sites, rows, strict=True)
         ]

@@ -6,17 +6,16 @@ the one before may still find the old taps, and must not find the new recording 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torchhook._core import never_ran, steps
 from torchhook._core.actions import inputs_kept_from
 from torchhook._core.generators import generators
 from torchhook._core.hooks import Attachment
-from torchhook._core.index import Index, is_script
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.recorders import Outputs, Recorders
+from torchhook._core.recorders import Recorders
 from torchhook._core.scope import Scope
-from torchhook._core.select import Target, layouts, other_names
+from torchhook._core.select import found_later
+from torchhook._core.targets import Outputs
 from torchhook._core.wiring import Taps, opened
 from torchhook._recording.records import Recording
 from torchhook._torch.hooks import put_around
@@ -26,29 +25,22 @@ from torchhook.errors import NeverRanWarning, warn
 class Reopening:
     """What a session that only records is made of, each time that it opens."""
 
-    def __init__(self, index: Index, outputs: Outputs, keep: Keep) -> None:
-        self._index, self._outputs, self._keep = index, outputs, keep
+    def __init__(self, index: Index, outputs: Outputs, keep: Keep, limit: int | None) -> None:
+        """``limit`` is how many values of each are kept."""
+        self.outputs = outputs
+        self._index, self._keep, self._limit = index, keep, limit
         self._looks = (inputs_kept_from(keep),)
-        self._other_names = other_names(index, outputs.sites)
-        self._find_layouts = layouts(index, outputs.sites)
+        self._found_later = found_later(index, outputs.sites)
         self._generators = generators(index)
         self._not_called: dict[str, str] = {}
         self._told = ""
 
-    @classmethod
-    def of(cls, index: Index, targets: Sequence[Target], keep: Keep, limit: int | None) -> Reopening | None:
-        """How to open a session that records these; ``None`` where that takes more than a hook for each."""
-        outputs = Outputs.of(targets, limit) if keep.only_copies else None
-        if outputs is None or is_script(index.root):
-            return None
-        kinds = dict(zip(map(type, outputs.modules), outputs.modules, strict=True))  # few, of hundreds
-        return None if any(map(is_script, kinds.values())) else cls(index, outputs, keep)  # they take no hooks
-
     def begin(self, recording: Recording, taps: Taps) -> list[Keep]:
         """Have new taps fill a new recording; what keeps its values is returned."""
-        recording.other_names, recording.find_layouts = self._other_names, self._find_layouts
+        recording.other_names, recording.find_layouts = self._found_later
         recording.wait_with(self._keep.wait)
-        taps.record_all(Recorders(self._outputs, self._keep, recording, taps.seen_from, taps.root.made_in), self._looks)
+        scope, task = taps.seen_from, taps.root.made_in
+        taps.record_all(Recorders(self.outputs, self._limit, self._keep, recording, scope, task), self._looks)
         return [self._keep]
 
     def attach(self, attachment: Attachment, recording: Recording, taps: Taps, own: Scope | None) -> None:
@@ -57,7 +49,7 @@ class Reopening:
         assert made is not None
 
         def end() -> None:
-            opened.pop(id(taps), None)
+            taps.let_go()
             keep.release()
             if own is not None:
                 own.leave()
@@ -79,7 +71,7 @@ class Reopening:
         if made is None or made.any_called() or taps.root.ran or taps.root.elsewhere:
             return False
         if not self._told:
-            self._not_called = {str(site): never_ran.NOT_CALLED for site in self._outputs.sites}
+            self._not_called = {str(site): never_ran.NOT_CALLED for site in self.outputs.sites}
             self._told = never_ran.told(self._not_called)
         recording.missing.update(self._not_called)
         if warns:

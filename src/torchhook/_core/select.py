@@ -12,12 +12,14 @@ import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchhook._core import choices, naming
 from torchhook._core.index import Index, glob_pattern, is_callable, is_glob
+from torchhook._core.targets import Outputs, Target, identity, new
 from torchhook._recording.address import PORTS, Calls, Site, call_hint, parse, readings
 from torchhook._values.layout import own_kind
 from torchhook.errors import SelectorError, suggestion
@@ -27,18 +29,9 @@ Selector: TypeAlias = (
 )
 
 
-class Target(NamedTuple):
-    """A site together with the module that its hook goes on."""
-
-    site: Site
-    module: nn.Module
-    tensor: str | None = None
-    """The name of the module's own parameter or buffer, when the site is one."""
-
-
 def resolve(
     model: nn.Module | Index, selectors: Selector, *, exclude: Selector | None = None, port: str = "output"
-) -> list[Target]:
+) -> Sequence[Target]:
     """The sites that the selectors choose, in the order written and then in the order of the model.
 
     ``port`` is meant where a selector names none. A module that has several names is chosen once, under
@@ -49,29 +42,29 @@ def resolve(
     index = model if isinstance(model, Index) else Index(model)
     key = None if index.followed or index.searched else choices.key_of(selectors, exclude, port)
     if key is not None and (known := choices.recall(index, key)) is not None:
-        return [_new(Target, (site, module, None)) for site, module in known]
+        return known
     left_out, wanted = list[Target](), list(_choose(index, selectors, port))
     left_out += () if exclude is None else _choose(index, exclude, "output")
     targets = _resolved(wanted, left_out)
     if key is not None and not [1 for target in (*targets, *left_out) if target.tensor is not None]:
-        choices.remember(index, key, [(target.site, target.module) for target in targets])
-    return targets
+        choices.remember(index, key, targets)
+    return Outputs.of(targets, index.root) or targets
 
 
 def _resolved(wanted: Iterable[Target], left_out: Iterable[Target]) -> list[Target]:
     chosen: dict[Any, Target] = {}
     for target in wanted:
         site, module, tensor = target
-        identity = id(module) if tensor is None else _identity(target)
-        chosen.setdefault((identity, site.op, site.call, site.port, site.leaf, site.role), target)
+        key = id(module) if tensor is None else identity(target)
+        chosen.setdefault((key, site.op, site.call, site.port, site.leaf, site.role), target)
     if left_out:
         # Apart, for those that are left out at every port are looked for by what is known of each already.
         whole, at_port = set[int](), set[tuple[int, str]]()
         for target in left_out:
             if target.site.port == "output":
-                whole.add(_identity(target))
+                whole.add(identity(target))
             else:
-                at_port.add((_identity(target), target.site.port))
+                at_port.add((identity(target), target.site.port))
         chosen = {key: t for key, t in chosen.items() if key[0] not in whole and (key[0], key[3]) not in at_port}
     for target in chosen.values():
         if type(call := target.site.call) is Calls and call.is_empty:
@@ -81,15 +74,11 @@ def _resolved(wanted: Iterable[Target], left_out: Iterable[Target]) -> list[Targ
     return list(chosen.values())
 
 
-def _identity(target: Target) -> int:
-    return id(target.module if target.tensor is None else live_tensor(target))
-
-
 def _choose(index: Index, selector: Any, port: str) -> Iterable[Target]:
     if type(selector) is str:
         module = index.find(selector, index.followed)
         if module is not None and is_callable(module):  # an exact name, as most are
-            return (_new(Target, (_site(selector, port), module, None)),)
+            return (new(Target, (_site(selector, port), module, None)),)
         if selector.startswith("@"):
             return [t for site in naming.sites(index.root, selector, port) for t in _by_site(index, site)]
         return _by_text(index, selector, port)
@@ -106,13 +95,10 @@ def _in_list(index: Index, selectors: Iterable[Any], port: str) -> list[Target]:
         # As _choose does it, without the call: lists of a hundred exact names are common.
         module = index.find(part, index.followed) if type(part) is str else None
         if module is not None and is_callable(module):
-            found.append(_new(Target, (_site(part, port), module, None)))
+            found.append(new(Target, (_site(part, port), module, None)))
         else:
             found.extend(_choose(index, part, port))
     return found
-
-
-_new = tuple.__new__  # twice as fast as Target(…)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,7 +162,7 @@ def _some(index: Index, found: Found, site: Site, what: str, text: str) -> Itera
         raise SelectorError(f"{what} matches only containers that are never called: {paths}.")
     whole = site.op is None and site.call is None and not site.leaf
     for path, module in running:
-        yield _new(Target, (_site(path, site.port) if whole else site.but(path=path), module, None))
+        yield new(Target, (_site(path, site.port) if whole else site.but(path=path), module, None))
 
 
 def _by_text(index: Index, text: str, port: str) -> Iterator[Target]:
@@ -299,66 +285,52 @@ def _last(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def live_tensor(target: Target) -> Tensor:
-    """The parameter or buffer that a tensor target names, as the module holds it now."""
-    assert target.tensor is not None
-    value = getattr(target.module, target.tensor)
-    assert isinstance(value, Tensor)
-    return value
-
-
 Names = Callable[[], Iterable[tuple[str, str]]]
 """Finds pairs of a name and the one that it stands for."""
-
-
-def other_names(index: Index, sites: Sequence[Site], more: Names = tuple) -> Names:
-    """Finds the other names that shared modules and parameters have, when they are asked for.
-
-    That takes a walk through the model, and is asked for where a name is not found, or a recording saved. It knows the
-    model only as long as it lives.
-    """
-    model = weakref.ref(index.root)
-
-    def find() -> Iterator[tuple[str, str]]:
-        yield from more()
-        if (root := model()) is None:
-            return
-        for role, path in naming.plain(root):
-            yield from ((role, path), (path, role))
-        walked = Index(root)
-        for path in [site.path for site in sites]:
-            module, tensor = walked.find(path), walked.find_tensor(path)
-            if module is not None:
-                names = walked.names(module)
-            elif tensor is not None:
-                held = getattr(*tensor)
-                names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
-            else:
-                continue
-            yield from ((name, path) for name in names if name != path)
-
-    return find
-
-
 Layouts = Callable[[], Iterable[tuple[str, tuple[str, bool]]]]
 """Finds pairs of a path and what ``own_kind`` says of the module there."""
 
 
-def layouts(index: Index, sites: Sequence[Site], more: Layouts = tuple) -> Layouts:
-    """Finds how the modules at sites lay out their maps, when it is asked for, and as long as the model lives."""
-    model = weakref.ref(index.root)
+def found_later(
+    index: Index, sites: Sequence[Site], names: Names = tuple, layouts: Layouts = tuple
+) -> tuple[Names, Layouts]:
+    """What finds the other names that shared modules and parameters have, and how modules lay out their maps.
 
-    def find() -> Iterator[tuple[str, tuple[str, bool]]]:
-        yield from more()
-        if (root := model()) is None:
-            return
-        walked = Index(root)
-        for path in dict.fromkeys([site.path for site in sites]):
-            module = walked.find(path)
-            if module is not None and (kind := own_kind(module)) is not None:
-                yield path, kind
+    Both take a walk through the model, and are asked for where a name is not found, or a recording saved. They know the
+    model only as long as it lives.
+    """
+    root = weakref.ref(index.root)
+    return partial(_other_names, root, sites, names), partial(_layouts, root, sites, layouts)
 
-    return find
+
+def _other_names(model: Callable[[], Any], sites: Sequence[Site], more: Names) -> Iterator[tuple[str, str]]:
+    yield from more()
+    if (root := model()) is None:
+        return
+    for role, path in naming.plain(root):
+        yield from ((role, path), (path, role))
+    walked = Index(root)
+    for path in [site.path for site in sites]:
+        module, tensor = walked.find(path), walked.find_tensor(path)
+        if module is not None:
+            names = walked.names(module)
+        elif tensor is not None:
+            held = getattr(*tensor)
+            names = [p for p, (m, name) in walked.tensors.items() if getattr(m, name) is held]
+        else:
+            continue
+        yield from ((name, path) for name in names if name != path)
+
+
+def _layouts(model: Callable[[], Any], sites: Sequence[Site], more: Layouts) -> Iterator[tuple[str, tuple[str, bool]]]:
+    yield from more()
+    if (root := model()) is None:
+        return
+    walked = Index(root)
+    for path in dict.fromkeys([site.path for site in sites]):
+        module = walked.find(path)
+        if module is not None and (kind := own_kind(module)) is not None:
+            yield path, kind
 
 
 # -- calls ----------------------------------------------------------------------------------------------

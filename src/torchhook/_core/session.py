@@ -5,7 +5,8 @@ every hook away again, whatever happens. Everything that looks into a model is a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from torchhook._core import (
     never_ran,
     select,
     steps,
-    wiring,
 )
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
@@ -33,11 +33,11 @@ from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
 from torchhook._core.reopening import Reopening
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
-from torchhook._core.select import Target
 from torchhook._core.sharding import Homes
 from torchhook._core.shown import Shown
 from torchhook._core.taps import CustomTap, Look
-from torchhook._core.wiring import Taps
+from torchhook._core.targets import Outputs, Target
+from torchhook._core.wiring import Taps, opened
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._torch import graph_task
@@ -68,6 +68,8 @@ class Session(Shown):
     _stops = False
     _counts_steps = False  # who only looks, as a guard does, asks for none
     _depths: Mapping[int, int] = {}
+    _wait_again: Callable[[], object] = frozenset
+    """Called before each pass, to wait for all the sites again that it ends at."""
 
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
@@ -92,9 +94,6 @@ class Session(Shown):
         self._followed: dict[Site, Tensor] = {}
         self._attachment: Attachment | None = None
         self._closed = False
-
-    def _wait_again(self) -> None:
-        """Before each pass: wait for all the sites again that a pass ends at."""
 
     @property
     def handles(self) -> TensorHandles:
@@ -137,12 +136,12 @@ class Session(Shown):
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
-        chosen, recording, taps = list(targets), self.recording, self._taps
-        if taps.is_new and not before_edits:
-            self._reopening = Reopening.of(self.index, chosen, keep, max_records)
-            if self._reopening is not None:
-                self._keeps = self._reopening.begin(recording, taps)
-                return
+        recording, taps = self.recording, self._taps
+        if isinstance(targets, Outputs) and keep.only_copies and taps.is_new and not before_edits:
+            self._reopening = Reopening(self.index, targets, keep, max_records)
+            self._keeps = self._reopening.begin(recording, taps)
+            return
+        chosen = list(targets)
         units = Units(self.index) if keep.mode in ("live", "reference") else None
         task, padding = graph_task(), taps.call_padding(keep)
         fast = keep.only_copies and not before_edits
@@ -162,9 +161,9 @@ class Session(Shown):
                 tap.add_edit(actions.looked_at_first(tap, recorder), first=True)
             else:
                 tap.add_look(recorder)
-        sites = [target.site for target in chosen]
-        recording.other_names = select.other_names(self.index, sites, recording.other_names)
-        recording.find_layouts = select.layouts(self.index, sites, recording.find_layouts)
+        names, layouts = recording.other_names, recording.find_layouts
+        later = select.found_later(self.index, [target.site for target in chosen], names, layouts)
+        recording.other_names, recording.find_layouts = later
         recording.wait_with(keep.wait)
         self._keeps.append(keep)
         self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
@@ -177,15 +176,19 @@ class Session(Shown):
         tap.add_look(keep.recorder(self.recording.opened(target.site, max_records).append, self.recording.order))
         self._taps.custom(target, tap)
 
-    def stop_when_seen(self, targets: Iterable[Target]) -> None:
+    def stop_when_seen(self, targets: Sequence[Target]) -> None:
         """End the forward pass once every one of ``targets`` has been seen."""
         if not self._own_threads_only:
             raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
         self._stops = True
-        targets = list(targets)
-        sites, check = frozenset(target.site for target in targets), early_end.refusal(self.index)
+        sites, check = frozenset([target.site for target in targets]), early_end.refusal(self.index)
         waiting = set(sites)
-        self._wait_again = lambda: waiting.update(sites)  # type: ignore[method-assign]
+        self._wait_again = partial(waiting.update, sites)
+        made = self._taps.recorders
+        if made is not None and made.outputs is targets:  # as they are recorded: nothing else is at those taps
+            for site, tap in zip(made.outputs.sites, made.taps, strict=True):
+                tap.looks = (actions.stopper(self.scope, waiting, site, self._keeps, check),)
+            return
         for target in targets:
             if target.site.port.startswith("grad"):
                 raise SessionError(
@@ -237,7 +240,7 @@ class Session(Shown):
     def _open(self) -> Session:
         if self._attachment is not None:
             self._begin_again()
-        elif self._leaves or not self._taps.only_record:
+        elif self._leaves or self._taps.recorders is None:
             self._reopening = None
         self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
@@ -266,7 +269,7 @@ class Session(Shown):
         attachment.defer(*[keep.release for keep in self._keeps], taps.let_go, self.scope.leave)
         for keep in self._keeps:
             keep.owned_by(self.index.owned, self.index.plain_ids)
-        wiring.opened[id(taps)] = taps
+        opened[id(taps)] = taps
         if self.gathers is not None:
             attachment.defer(self.gathers.close)
             self.gathers.open()
@@ -296,6 +299,8 @@ class Session(Shown):
             self._reopening = None  # as before: it does more than record
         else:
             self._keeps = self._reopening.begin(self.recording, self._taps)
+            if self._stops:
+                self.stop_when_seen(self._reopening.outputs)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.

@@ -28,7 +28,6 @@ from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.recorders import Recorders
 from torchhook._core.scope import Scope
-from torchhook._core.select import Target, live_tensor
 from torchhook._core.site_operations import SiteListener
 from torchhook._core.taps import (
     AfterAllTap,
@@ -42,6 +41,7 @@ from torchhook._core.taps import (
     Tap,
     forget_passed,
 )
+from torchhook._core.targets import Target, live_tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Rows
 from torchhook._recording.tables import Table
@@ -87,7 +87,7 @@ class Taps:
     def targets(self) -> dict[Site, tuple[Target, Tap]]:
         """Where each site that was asked for is seen."""
         made, self.recorders = self._recorders, None
-        pairs = () if made is None else zip(made.outputs.targets, made.taps, strict=True)
+        pairs = () if made is None else zip(made.outputs, made.taps, strict=True)
         return {target.site: (target, tap) for target, tap in pairs}
 
     @functools.cached_property
@@ -205,17 +205,7 @@ class Taps:
     @property
     def is_new(self) -> bool:
         """Whether nothing was asked for yet."""
-        made = self.__dict__
-        return not (self._recorders or "targets" in made or self.root.looks or self._is_more_than_outputs)
-
-    @property
-    def only_record(self) -> bool:
-        """Whether there is nothing but what ``record_all`` has made."""
-        return self.recorders is not None and len(self.root.looks) == 1 and not self._is_more_than_outputs
-
-    @property
-    def _is_more_than_outputs(self) -> bool:
-        return bool(self.listener or self.leaving or self.root.edits or self._customs or len(self._inputs) != 1)
+        return self._recorders is None and "targets" not in self.__dict__ and not self.root.looks
 
     def call_padding(self, keep: Keep) -> CallPadding | None:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
@@ -269,6 +259,7 @@ class Taps:
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
         self._inputs.pop(id(self.index.root), None)
+        self._do_more()
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
@@ -318,6 +309,11 @@ class Taps:
         if self.seen_from is None:
             raise SessionError("operations are seen in one thread only, the session's own: leave out threads='all'.")
         self.listener = listener
+        self._do_more()
+
+    def _do_more(self) -> None:
+        """There is more than ``recorders``, which stay; any site that is asked for makes it so."""
+        _ = self.targets
 
     def _operation_tap(self, target: Target, inward: bool) -> OperationTap:
         if self.listener is None:

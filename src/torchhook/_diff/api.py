@@ -10,7 +10,8 @@ from torch import nn
 
 from torchhook._core import calling
 from torchhook._core.index import Index
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
+from torchhook._core.targets import Target
 from torchhook._diff import compiled, runs, sides
 from torchhook._diff import local as feeding
 from torchhook._diff.left_out import LeftOut
@@ -106,7 +107,7 @@ class _Asked(NamedTuple):
     def chosen(self) -> bool:
         return self.sites is not None or self.exclude is not None
 
-    def targets(self, index: Index) -> list[Target]:
+    def targets(self, index: Index) -> Sequence[Target]:
         if not self.chosen:
             return runs.every_output(index)
         return resolve(index, "**" if self.sites is None else self.sites, exclude=self.exclude)
@@ -215,7 +216,7 @@ def _on_its_own(
     return feeding.on_its_own(found, there[""])
 
 
-def _found(index: Index, sites: list[Site]) -> list[Target]:
+def _found(index: Index, sites: list[Site]) -> Sequence[Target]:
     # What B does not have shows as a site that only A has.
     here = [site for site in sites if site.path in index.modules or site.path in index.tensors]
     return resolve(index, here) if here else []

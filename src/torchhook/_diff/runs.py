@@ -11,8 +11,8 @@ from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.offload import has_offloaded
-from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._diff import sides
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
@@ -30,7 +30,7 @@ def every_output(index: Index) -> list[Target]:
     return list(found.values())
 
 
-def record(model: nn.Module, index: Index, targets: list[Target], inputs: Any, *beside: Session) -> Recording:
+def record(model: nn.Module, index: Index, targets: Sequence[Target], inputs: Any, *beside: Session) -> Recording:
     """What passes the targets in one run; other sessions may be open ``beside`` it."""
     session = Session(model, index=index, warn=False)
     session.record(targets, Keep())

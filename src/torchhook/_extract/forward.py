@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torchhook import transforms
 from torchhook._core.heads import heads_at
 from torchhook._core.index import Index
 from torchhook._core.per_site import Transforms, by_target
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._extract import inputs
 from torchhook._extract.padding import PaddingOf, Said, Trial
 from torchhook._extract.special_tokens import Left, TokenIds, guarded
@@ -245,7 +246,7 @@ def _put(put: Put, site: str, value: Any, known: Known | None) -> None:
         put(site, value)
 
 
-def _by_site(transform: Transforms, index: Index, targets: list[Target]) -> dict[str, Transform | None]:
+def _by_site(transform: Transforms, index: Index, targets: Sequence[Target]) -> dict[str, Transform | None]:
     """The transform of each site."""
     try:
         found = by_target(transform, index, targets)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchhook._core import calling
-from torchhook._core.select import Target
+from torchhook._core.targets import Target
 from torchhook._extract.inputs import fields_of, mask_beside
 from torchhook._features.api import shown
 from torchhook._values import tree

@@ -12,8 +12,9 @@ from torch import nn
 from torchhook._callbacks import Fit, callback
 from torchhook._core.index import Index
 from torchhook._core.openable import Openable
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._guard.findings import Finding
 from torchhook._guard.first_pass import FirstPass
 from torchhook._guard.judge import Judge

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from torchhook import _torch
 from torchhook._core.index import Index, is_callable
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._guard.backward import BackwardWatcher
 from torchhook._guard.judge import Judge
 from torchhook._guard.pending import Pending
@@ -28,7 +28,7 @@ class Scrutiny:
     """What is looked at, and who judges it."""
 
     index: Index
-    excluded: list[Target]
+    excluded: Sequence[Target]
     backward: bool
     judge: Judge
 

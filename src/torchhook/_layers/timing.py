@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchhook._core import calling
 from torchhook._core.index import Index, is_callable
-from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values.tree import Inputs, map_tensors, tensors
 

@@ -21,9 +21,9 @@ from torchhook._core import calling
 from torchhook._core.functional import Listener
 from torchhook._core.index import is_callable
 from torchhook._core.scope import Scope
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.taps import Look, as_value
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values import tree
 from torchhook._values.tree import Inputs

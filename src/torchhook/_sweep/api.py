@@ -12,8 +12,9 @@ from torch import nn
 from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.sweeps import Sweep, nothing_between
 from torchhook._sweep.estimate import Task
 from torchhook._sweep.estimate import estimate as estimated

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchhook._core.heads import known_heads
 from torchhook._core.index import Index
-from torchhook._core.select import Target
+from torchhook._core.targets import Target
 from torchhook._recording.address import shown
 from torchhook._recording.records import Recording
 from torchhook._values import tree

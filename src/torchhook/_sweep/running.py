@@ -15,8 +15,8 @@ from torchhook import edits
 from torchhook._core import calling
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.select import Target
 from torchhook._core.session import Session
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
 from torchhook._sweep.places import Cut, Patch, Place, Tokens, Whole

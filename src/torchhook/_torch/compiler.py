@@ -47,7 +47,8 @@ def compiler_is_loaded() -> bool:
 
 def in_compiled_code() -> bool:
     """Whether the compiler follows the code that runs, or runs what it could not follow: it knows no new hooks."""
-    return in_trace() or (compiler_is_loaded() and _frame_callback() is not None)
+    # As compiler_is_loaded, without the call: this is asked whenever a session is made, and when it opens.
+    return in_trace() or ("torch._dynamo" in sys.modules and _frame_callback() is not None)
 
 
 # -- what is said while the compiler follows -------------------------------------------------------------

@@ -18,8 +18,9 @@ from torch import nn
 from torchhook._callbacks import callback
 from torchhook._core.index import Index, is_callable
 from torchhook._core.openable import Openable
-from torchhook._core.select import Selector, Target, resolve
+from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session, Threads
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.tables import Table
 from torchhook._watch.alarms import Alarm, Alarms

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torchhook._core.hooks import registered
 from torchhook._core.observing import go_on
 from torchhook._core.scope import active
-from torchhook._core.select import Target
 from torchhook._core.session import Session
 from torchhook._core.sharding import Home
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._watch.alarms import Alarms, AlarmState
 from torchhook._watch.joining import Joiner

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchhook._core.index import Index
-from torchhook._core.select import Target
 from torchhook._core.taps import Look
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values.elements import measurable, real
 from torchhook._values.layout import channel_dim, spatial_dims

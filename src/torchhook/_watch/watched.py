@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from torchhook._core.index import Index
 from torchhook._core.observing import can_observe, observe
-from torchhook._core.select import Target
 from torchhook._core.session import Session, Threads
 from torchhook._core.sharding import Home, Homes
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._values.statistics import Measure
 from torchhook._watch.alarms import Alarms
@@ -29,7 +29,7 @@ class Watched:
     def __init__(
         self,
         index: Index,
-        targets: list[Target],
+        targets: Sequence[Target],
         wanted: list[str],
         gradients: bool,
         parameters: bool,
@@ -152,7 +152,7 @@ class Watched:
         return weights or {str(target.site): 1 for target in self.targets if target.tensor is None}
 
 
-def _parameters(index: Index, targets: list[Target]) -> dict[str, Target]:
+def _parameters(index: Index, targets: Sequence[Target]) -> dict[str, Target]:
     """The parameters of the selected modules and of what they hold, each once."""
     chosen = {module for target in targets if target.tensor is None for module in target.module.modules()}
     named = {(target.module, target.tensor) for target in targets if target.tensor is not None}
