@@ -390,11 +390,15 @@ class Session(Shown):
         if self.reports and not (is_as_it_was and self._taps.all_ran()):
             if known is not None and known.note_idle(self.recording, self._taps, self._warn):
                 return
-            exit_report.note(
-                self.recording, self._taps, self.index, self.scope, error, is_as_it_was, self._followed, self._seen
-            )
+            self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)
         if error is None and self._warn and (self._taps.recorders is None or self.recording.missing):
             never_ran.tell_of_edits(self._taps.edits_to_come())
             never_ran.tell(self.recording, self.index if self.takes_all else None)
+
+    def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
+        """Note in the recording what never ran and why. Who selects sites on suspicion has another way to say it."""
+        exit_report.note(
+            self.recording, self._taps, self.index, self.scope, error, is_as_it_was, self._followed, self._seen
+        )
