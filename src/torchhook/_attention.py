@@ -131,7 +131,7 @@ class _Attending(Session):
             put = keep.recorder(recording.opened(Site(path)).append, recording.order)
             _look(self, path, module, _looks(module, put, heads_at(index, Target(Site(path, op=_FUSED), module))))
         recording.wait_with(keep.wait)
-        self._keeps.append(keep)
+        self._keeps = (*self._keeps, keep)
 
     def _report(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Every module was looked at, and most do not attend: only if none did, there is something to say."""

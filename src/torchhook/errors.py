@@ -45,7 +45,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from torchhook._words import listed
@@ -268,28 +268,42 @@ class PaddingWarning(_Printed, UserWarning):
     """Padding gets into the features: no mask is known, or the model itself does not leave it out."""
 
 
-def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the user's line: the innermost frame that is neither this library's nor torch's."""
-    level, frame = 2, sys._getframe(1)
+def warn(message: str, category: type[Warning], known: int = 1) -> None:
+    """Warn at the user's line: the innermost frame that is neither this library's nor torch's.
+
+    ``known`` is how many of the callers are this library's for certain.
+    """
+    frame = _users_frame(known)
+    _warn_at(frame.f_code, frame.f_lineno, frame.f_globals, message, category)
+
+
+def later_warning(known: int = 1) -> Callable[[str, type[Warning]], None]:
+    """What warns as ``warn`` does, at the line that is the user's now, when it is called later."""
+    frame = _users_frame(known)
+    code, at, names = frame.f_code, frame.f_lasti, frame.f_globals
+
+    def warn_there(message: str, category: type[Warning]) -> None:
+        # Not the frame's own line: that is looked for through the whole function, and mostly nobody asks.
+        line = next((line for start, end, line in code.co_lines() if start <= at < end and line), code.co_firstlineno)
+        _warn_at(code, line, names, message, category)
+
+    return warn_there
+
+
+def _warn_at(code: CodeType, line: int, names: dict[str, Any], message: str, category: type[Warning]) -> None:
+    # Not warnings.warn, which would look for the frame once more.
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, code.co_filename, line, names.get("__name__"), registry)
+
+
+def _users_frame(known: int) -> FrameType:
+    frame = sys._getframe(known + 1)
     while (above := frame.f_back) is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
         frame = above
-        level += not frame.f_code.co_filename.startswith(_IMPORTS)
-    warnings.warn(message, category, stacklevel=level)
+    return frame
 
 
-def later_warning() -> Callable[[str, type[Warning]], None]:
-    """What warns as ``warn`` does, at the line that is the user's now, when it is called later."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-    file, line, registry = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault(_REGISTRY, {})
-    return lambda message, category: warnings.warn_explicit(message, category, file, line, registry=registry)
-
-
-_REGISTRY = "__warningregistry__"
 _NOT_THE_USERS = frozenset({"torchhook", "torch", "contextlib", "functools", "importlib", "weakref"})
-_IMPORTS = "<frozen importlib._bootstrap"
-"""How the files of Python's own frames begin that run an import: they are no level to ``warnings``."""
 
 
 @functools.lru_cache(maxsize=256)

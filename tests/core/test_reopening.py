@@ -15,6 +15,7 @@ import torchhook as th
 from tests.oracle import hooks_on
 from torchhook import edits
 from torchhook._core.index import Index
+from torchhook._core.scope import Scope
 from torchhook._core.session import Session
 from torchhook.errors import NeverRanWarning, SessionError
 
@@ -150,7 +151,7 @@ def test_after_an_error_inside_the_block_it_opens_again(net: Net) -> None:
 def test_an_opening_that_failed_leaves_it_closed(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     session = th.capture(net, "a")
     with monkeypatch.context() as patch:
-        patch.setattr("torchhook._core.session.functional.depths", lambda: pytest.fail("no"))
+        patch.setattr(Scope, "enter", lambda scope: pytest.fail("no"))
         with pytest.raises(pytest.fail.Exception):
             session.open()
     assert hooks_on(net) == []
@@ -291,7 +292,7 @@ def test_a_third_opening_is_like_the_first(net: Net) -> None:
         with session as rec:
             net(x)
         recordings.append(rec)
-    assert session._reopening is not None
+    assert session._recorders is not None
     for x, rec in zip(batches(5), recordings, strict=True):
         assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
         assert torch.equal(rec["twin"], rec["a"])  # the other name of a shared module
@@ -315,7 +316,7 @@ def test_who_does_more_than_record_is_built_by_its_recipe(net: Net, site: str, o
         with session as rec:
             net(batches()[0]).sum().backward()
         found.append([record.value for record in rec.records()])
-    assert session._reopening is None
+    assert session._recorders is None
     assert found[0]
     for values in found:
         assert all(torch.equal(one, other) for one, other in zip(values, found[0], strict=True))

@@ -216,7 +216,7 @@ def editor(site: Site, edit: edits.Edit) -> Edit:
     return change
 
 
-def stopper(scope: Scope, waiting: set[Site], site: Site, keeps: list[Keep], check: Callable[[], None]) -> Look:
+def stopper(scope: Scope, waiting: set[Site], site: Site, keeps: Sequence[Keep], check: Callable[[], None]) -> Look:
     """Ends the pass once nothing is waited for any more."""
 
     last = site.call.stop - 1 if isinstance(site.call, Calls) and site.call.stop is not None else None

@@ -76,18 +76,17 @@ def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
         _of_models[model_id] = weakref.ref(given, lambda gone: _forget(model_id, gone)), known
     while len(known) >= _MOST:
         known.pop(next(iter(known)), None)
-    known[key] = Choice(index, found, near, frozenset(_last_names(key)))
+    # What globs end with, if that is a name: parameters and buffers of that name would be chosen too.
+    ends = [re.split("[/#:]", name.rpartition(".")[2])[0] for name in _names(key) if is_glob(name)]
+    known[key] = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
 
 
-def _last_names(key: Any) -> Iterator[str]:
-    """What globs end with, if that is a name: parameters and buffers of that name would be chosen too."""
+def _names(key: Any) -> Iterator[str]:
     if isinstance(key, str):
-        last = re.split("[/#:]", key.rpartition(".")[2])[0]
-        if is_glob(key) and not is_glob(last):
-            yield last
+        yield key
     elif isinstance(key, tuple):
         for part in key:
-            yield from _last_names(part)
+            yield from _names(part)
 
 
 def _forget(model_id: int, gone: Any) -> None:
@@ -165,7 +164,7 @@ class Choice:
         reached = {id(module): module for module in (*index.searched, *[child for _, _, child in steps.values()])}
         containers = [module for module in reached.values() if isinstance(module, CONTAINERS)]
         self._containers = [(weakref.ref(module), is_callable(module)) for module in containers]
-        self._sites = [target.site for target in found]
+        self._sites = tuple([target.site for target in found])
         self._modules = [weakref.ref(target.module) for target in found]
         self._are_outputs = Outputs.of(found, index.root) is not None
         self._tensors = tensor_names

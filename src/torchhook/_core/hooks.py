@@ -340,9 +340,9 @@ eager_stance = _EagerStance()
 
 def may_be_compiled(model: nn.Module) -> bool:
     """Whether a session that is about to open has to hold the compiler off; it is refused inside compiled code."""
-    refuse_compiled_code()
-    if not compiler.compiler_is_loaded():
+    if not compiler.compiler_is_loaded() and not compiler.in_trace():  # as most of the time
         return False
+    refuse_compiled_code()
     if not eager_stance.said:
         eager_stance.say_once(model)
     return True

@@ -42,6 +42,7 @@ class Index:
         self.given = model
         self.root: nn.Module = unwrapped(model)
         """The model itself, without what wraps it."""
+        self.model_name: str = type(self.root).__name__
         self.followed: list[Step] = []
         """What was followed to find what was asked for."""
         self.searched: list[nn.Module] = []

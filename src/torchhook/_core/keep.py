@@ -45,6 +45,7 @@ from torchhook._values.wrappers import ORDINARY, carrying, is_causal_bias
 from torchhook.transforms import Transform
 
 MODES = ("copy", "live", "reference", "clone")
+_HOST = torch.device("cpu")
 
 _ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
 
@@ -80,7 +81,7 @@ class Keep:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"keep={mode!r} is not a way to keep values; use {', '.join(map(repr, MODES))}.")
-        if not isinstance(transform, PerSite):
+        if transform is not None and not isinstance(transform, PerSite):
             per_site.check("transform", transform)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
@@ -88,9 +89,11 @@ class Keep:
         self.device: torch.device | None = None if device is None else devices.named(device, "device")
         self.dtype = dtype
         self.transform: Any = transform
-        self.asks_where: bool = isinstance(transform, PerSite) or transforms.asks_where(transform)
+        self.asks_where: bool = transform is not None and (
+            isinstance(transform, PerSite) or transforms.asks_where(transform)
+        )
         """Whether the transform wants to know where it is: then every site has to be kept by a ``placed`` one."""
-        self._to_host = HostCopies() if self.device == torch.device("cpu") else None
+        self._to_host = HostCopies() if device is not None and self.device == _HOST else None
         self.wait: Callable[[], None] = _at_once if self._to_host is None else self._to_host.wait
         """Returns when every value that was kept can be read. It knows the copies alone: a recording may hold it."""
         self.only_copies: bool = transform is None and mode in ("copy", "clone")

@@ -242,21 +242,24 @@ def tell(recording: Recording, unnamed: Index | None = None) -> None:
         lines = [f"  {shown(address)!r}: {replaced[address]}" for address in only[:10]]
         warn("\n".join(["replaced while the session was open:", *lines]), NeverRanWarning)
     if missing:
-        warn(told(missing, named), NeverRanWarning)
+        warn(_told(missing, named), NeverRanWarning)
 
 
 def _is_kept_free(address: str, index: Index) -> bool:
     return isinstance(index.modules.get(parse(address, index.modules).path), nn.Identity)
 
 
-def told(missing: Mapping[str, str], named: bool = True) -> str:
-    """What is said of sites that never ran, whether they were ``named`` or are all that there are."""
-    return _never_ran(len(missing), tuple(islice(missing.items(), 10)), named)
-
-
 @functools.lru_cache(maxsize=16)  # a session that is opened again and again says the same at each end
-def _never_ran(number: int, first: tuple[tuple[str, str], ...], named: bool) -> str:
-    lines = [f"  {address or MODEL!r}: {why}" for address, why in first]
+def not_called(sites: tuple[Site, ...]) -> tuple[Mapping[str, str], str]:
+    """What is noted, and what is said, of sites where nothing was called at all."""
+    missing = {str(site): NOT_CALLED for site in sites}
+    return missing, _told(missing)
+
+
+def _told(missing: Mapping[str, str], named: bool = True) -> str:
+    """What is said of sites that never ran, whether they were ``named`` or are all that there are."""
+    number = len(missing)
+    lines = [f"  {address or MODEL!r}: {why}" for address, why in islice(missing.items(), 10)]
     more = [f"  … and {number - 10} more: see rec.missing"] if number > 10 else []
     what = (
         f"selected {plural(number, 'site')}" if named else f"{plural(number, 'module')} of all, since none was named,"

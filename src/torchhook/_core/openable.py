@@ -28,7 +28,7 @@ _handed: dict[weakref.ref[Handed], Callable[[str, type[Warning]], None]] = {}
 
 def remember(tool: Handed) -> None:
     """Have it said when the program ends that something was never opened, at the line that made it."""
-    _handed[weakref.ref(tool, _handed.pop)] = later_warning()
+    _handed[weakref.ref(tool, _handed.pop)] = later_warning(3)
 
 
 # What a module's own names hold is dropped while the interpreter shuts down, too late for a warning.

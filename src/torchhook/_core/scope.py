@@ -14,24 +14,24 @@ from torchhook._recording.tables import Table
 class Scope:
     """The identity of one open session."""
 
-    __slots__ = ("closed", "runs_eagerly", "stopped_at")
-
-    def __init__(self) -> None:
-        self.closed: bool = False
-        self.runs_eagerly: bool = False
-        """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
-        self.stopped_at: str | None = None
+    closed: bool = False
+    runs_eagerly: bool = False
+    """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
+    stopped_at: str | None = None
 
     def enter(self) -> None:
         """From here on, calls made in this context belong to this scope."""
-        active.set(active.get() | {self})
+        now = active.get()
+        active.set(now | {self} if now else frozenset((self,)))
 
     def leave(self) -> None:
         # Not ContextVar.reset: sessions may overlap, and close in another context than they opened in.
-        active.set(active.get() - {self})
+        now = active.get()
+        active.set(now - {self} if len(now) != 1 or self not in now else _NONE)
 
 
-active: contextvars.ContextVar[frozenset[Scope]] = contextvars.ContextVar("torchhook_active", default=frozenset())
+_NONE: frozenset[Scope] = frozenset()
+active: contextvars.ContextVar[frozenset[Scope]] = contextvars.ContextVar("torchhook_active", default=_NONE)
 """The scopes that the running context belongs to."""
 
 

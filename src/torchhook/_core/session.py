@@ -12,17 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchhook._core import (
-    actions,
-    calling,
-    early_end,
-    exit_report,
-    functional,
-    hooks,
-    never_ran,
-    select,
-    steps,
-)
+from torchhook._core import actions, calling, early_end, exit_report, functional, hooks, never_ran, select, steps
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
@@ -31,11 +21,11 @@ from torchhook._core.lost_gradients import Units
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.ranks import Together
-from torchhook._core.reopening import Reopening
+from torchhook._core.recorders import Recorders
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
 from torchhook._core.sharding import Homes
 from torchhook._core.shown import Shown
-from torchhook._core.taps import CustomTap, Look
+from torchhook._core.taps import CustomTap, Look, listeners
 from torchhook._core.targets import Outputs, Target
 from torchhook._core.wiring import Taps, opened
 from torchhook._recording.address import Site
@@ -44,6 +34,7 @@ from torchhook._torch import graph_task
 from torchhook.errors import SelectorError, SessionError, never_opened
 
 Threads = Literal["own", "all"]
+_NOTHING: Mapping[Any, Any] = {}
 
 
 class Session(Shown):
@@ -64,7 +55,7 @@ class Session(Shown):
     """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
     unopened: str = ""
     _recipe: Callable[[Session], None] | None = None
-    _reopening: Reopening | None = None
+    _recorders: Recorders | None = None
     _stops = False
     _counts_steps = False  # who only looks, as a guard does, asks for none
     _depths: Mapping[int, int] = {}
@@ -84,14 +75,14 @@ class Session(Shown):
 
     def _begin(self) -> None:
         """What belongs to one opening; the rest is the same in all of them."""
-        self.recording: Recording = Recording(type(self.index.root).__name__)
+        self.recording: Recording = Recording(self.index.model_name)
         self.scope: Scope = Scope()
         self._taps: Taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self._keeps: list[Keep] = []
-        self._leaves: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
-        self._to_come: list[tuple[Site, actions.ToCome]] = []
+        self._keeps: tuple[Keep, ...] = ()
+        self._leaves: tuple[tuple[Tensor, Callable[[Tensor], Tensor | None]], ...] = ()
+        self._to_come: tuple[tuple[Site, actions.ToCome], ...] = ()
         self._seen: set[Site] = set()
-        self._followed: dict[Site, Tensor] = {}
+        self._followed: Mapping[Site, Tensor] = _NOTHING
         self._attachment: Attachment | None = None
         self._closed = False
 
@@ -119,7 +110,7 @@ class Session(Shown):
         self._counts_steps = self._counts_steps or actions.counts_steps(edit)
         change, to_come = actions.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
-            self._to_come.append((site, to_come))
+            self._to_come = (*self._to_come, (site, to_come))
         self._taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))
 
     def look(self, target: Target, look: Look) -> None:
@@ -130,16 +121,16 @@ class Session(Shown):
 
     def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
-        self._leaves.append((parameter, hook))
+        self._leaves = (*self._leaves, (parameter, hook))
 
     def record(
         self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
     ) -> None:
         """Keep every value that passes the targets in ``self.recording``."""
         recording, taps = self.recording, self._taps
-        if isinstance(targets, Outputs) and keep.only_copies and taps.is_new and not before_edits:
-            self._reopening = Reopening(self.index, targets, keep, max_records)
-            self._keeps = self._reopening.begin(recording, taps)
+        if type(targets) is Outputs and keep.only_copies and taps.is_new and not before_edits:
+            self._recorders = Recorders(self.index, targets, keep, max_records)
+            self._keeps = self._recorders.begin(recording, taps)
             return
         chosen = list(targets)
         units = Units(self.index) if keep.mode in ("live", "reference") else None
@@ -165,7 +156,7 @@ class Session(Shown):
         later = select.found_later(self.index, [target.site for target in chosen], names, layouts)
         recording.other_names, recording.find_layouts = later
         recording.wait_with(keep.wait)
-        self._keeps.append(keep)
+        self._keeps = (*self._keeps, keep)
         self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
 
     def record_custom(
@@ -184,9 +175,10 @@ class Session(Shown):
         sites, check = frozenset([target.site for target in targets]), early_end.refusal(self.index)
         waiting = set(sites)
         self._wait_again = partial(waiting.update, sites)
-        made = self._taps.recorders
-        if made is not None and made.outputs is targets:  # as they are recorded: nothing else is at those taps
-            for site, tap in zip(made.outputs.sites, made.taps, strict=True):
+        recorders, shared = self._taps.recorders, self._recorders
+        # As they are recorded: nothing else is at those taps.
+        if recorders is not None and shared is not None and shared.outputs is targets:
+            for site, tap in zip(shared.outputs.sites, recorders, strict=True):
                 tap.looks = (actions.stopper(self.scope, waiting, site, self._keeps, check),)
             return
         for target in targets:
@@ -224,16 +216,17 @@ class Session(Shown):
 
         ``running`` says that this happens in a hook before the model's own call, which is then seen from here on.
         """
-        self.unopened = ""
         if self._stops:
+            self.unopened = ""  # it was not forgotten
             raise SessionError(
                 "stop=True ends the block that it is used in: use the session as a context manager, or call the model "
                 "by session.run(x), which ends that pass alone."
             )
-        if running:
-            self._taps.forget_root_input()
+        if not running:
+            return self._open()
+        self._taps.forget_root_input()
         self._open()
-        if running and self._taps.listener is not None:
+        if self._taps.listener is not None:
             self._taps.listener.enter_running(self.index.root)
         return self
 
@@ -241,18 +234,18 @@ class Session(Shown):
         if self._attachment is not None:
             self._begin_again()
         elif self._leaves or self._taps.recorders is None:
-            self._reopening = None
+            self._recorders = None
         self.unopened = ""  # one that is refused was not forgotten
         may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
-        reopening, attachment = self._reopening, Attachment()
+        recorders, attachment = self._recorders, Attachment()
         self._attachment = attachment
         self._closed = False
         try:
             if may_be_compiled:
                 hooks.eager_stance.hold_for(attachment, own)
-            attach = self._attach if reopening is None else reopening.attach
+            attach = self._attach if recorders is None else recorders.attach
             attach(attachment, self.recording, self._taps, own)
-            self._depths = functional.depths()
+            self._depths = functional.depths() if listeners else _NOTHING
             if own is not None:
                 own.enter()
             elif UNSEEN in active.get():
@@ -294,13 +287,13 @@ class Session(Shown):
         if self._recipe is None:
             raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
         self._begin()
-        if self._reopening is None:
+        if self._recorders is None:
             self._recipe(self)
-            self._reopening = None  # as before: it does more than record
+            self._recorders = None  # as before: it does more than record
         else:
-            self._keeps = self._reopening.begin(self.recording, self._taps)
+            self._keeps = self._recorders.begin(self.recording, self._taps)
             if self._stops:
-                self.stop_when_seen(self._reopening.outputs)
+                self.stop_when_seen(self._recorders.outputs)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.
@@ -335,9 +328,9 @@ class Session(Shown):
         For those who open one at every step and only look: nothing is built again, and there is one scope for all.
         """
         self._attachment, self._closed, self.scope.closed = None, False, False
-        self.recording = Recording(type(self.index.root).__name__)
+        self.recording = Recording(self.index.model_name)
         self._seen.clear()
-        self._followed = {}
+        self._followed = _NOTHING
         self._taps.forget()
 
     def close(self) -> None:
@@ -386,10 +379,10 @@ class Session(Shown):
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
         is_as_it_was = not self._followed and self.index.is_as_it_was()
-        known = self._reopening if is_as_it_was and error is None else None
+        recorders = self._recorders if is_as_it_was and error is None and self.reports else None
+        if recorders is not None and recorders.has_told(self.recording, self._taps, self._warn):
+            return
         if self.reports and not (is_as_it_was and self._taps.all_ran()):
-            if known is not None and known.note_idle(self.recording, self._taps, self._warn):
-                return
             self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
             never_ran.note_steps(self.recording, site, to_come(), error, self.scope)

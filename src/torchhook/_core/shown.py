@@ -7,8 +7,21 @@ from typing import Any, NoReturn
 from torchhook._core.hooks import Attachment
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
+from torchhook._recording.tables import Table
 from torchhook._words import counted
 from torchhook.errors import SessionError
+
+
+class _OfRecording:
+    """Stands for what a recording has, and a session has not."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, session: Shown | None, kind: type[Shown]) -> Any:
+        if session is None:
+            return self
+        raise SessionError(session._not_a_recording(f".{self._name}"))
 
 
 class Shown:
@@ -30,16 +43,12 @@ class Shown:
         return f"<session on {self.recording.model_name}: {counted(len(self._taps.targets), 'site')}, {state}>"
 
     def _repr_html_(self) -> str:
-        return self._taps.table(repr(self)[1:-1])._repr_html_()
+        taps = self._taps.targets
+        rows = [[site.shown, "edited" if tap.edits else "read", str(tap.ran)] for site, (_, tap) in taps.items()]
+        return Table(repr(self)[1:-1], ["site", "", ">calls"], rows)._repr_html_()
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise SessionError(self._not_a_recording(f"[{key!r}]"))
-
-    # Only asked for what is not there: the names of a recording get an answer, any others the usual one.
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("_") or not hasattr(Recording, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise SessionError(self._not_a_recording(f".{name}"))
 
     def _not_a_recording(self, asked: str) -> str:
         line, name = f"'with {self._opened_as}:'", self._opened_as.rpartition(" ")[2]
@@ -49,3 +58,9 @@ class Shown:
                 "call the model inside the block, or open() it first."
             )
         return f"this is the session; its recording is session.recording{asked}, or {name} of {line}."
+
+
+# No __getattr__: a class that has one is slower to ask for whatever it has, and a session is opened for each call.
+for _name in vars(Recording):
+    if not _name.startswith("_") and _name not in vars(Shown):
+        setattr(Shown, _name, _OfRecording(_name))

@@ -22,14 +22,7 @@ from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments
 from torchhook._core.scope import UNSEEN, Scope, active
 from torchhook._recording.records import Rows
-from torchhook._torch import (
-    dispatch_modes,
-    graph_task,
-    kept_out,
-    out_of_checkpoints,
-    saved_tensor_hooks,
-    torch_task,
-)
+from torchhook._torch import dispatch_modes, graph_task, kept_out, out_of_checkpoints, saved_tensor_hooks, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, held_by_call, put_after, put_before
 from torchhook._values.tree import Inputs
@@ -88,7 +81,8 @@ class Tap:
         self.scope = scope
         """Calls from outside this scope are only counted; ``None`` takes calls from everywhere that is seen at all."""
         self.calls = count()
-        self.made_in = graph_task()  # a session that a recomputed segment opens is as new as its calls
+        # A session that a recomputed segment opens is as new as its calls. As graph_task, without the call.
+        self.made_in = -1 if torch_task() == -1 else graph_task()
 
     def add_edit(self, edit: Edit, first: bool = False) -> None:
         self.edits = [edit, *self.edits] if first else [*self.edits, edit]

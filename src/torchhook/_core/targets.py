@@ -45,7 +45,7 @@ class Outputs(Sequence[Target]):
 
     __slots__ = ("modules", "sites")
 
-    def __init__(self, sites: Sequence[Site], modules: Sequence[nn.Module]) -> None:
+    def __init__(self, sites: tuple[Site, ...], modules: Sequence[nn.Module]) -> None:
         self.sites, self.modules = sites, modules
 
     @classmethod

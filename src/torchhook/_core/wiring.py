@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from torch import nn
@@ -26,7 +26,6 @@ from torchhook._core.heads import known_heads
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
-from torchhook._core.recorders import Recorders
 from torchhook._core.scope import Scope
 from torchhook._core.site_operations import SiteListener
 from torchhook._core.taps import (
@@ -41,10 +40,9 @@ from torchhook._core.taps import (
     Tap,
     forget_passed,
 )
-from torchhook._core.targets import Target, live_tensor
+from torchhook._core.targets import Outputs, Target, live_tensor
 from torchhook._recording.address import Site
-from torchhook._recording.records import Rows
-from torchhook._recording.tables import Table
+from torchhook._recording.records import Recording, Rows
 from torchhook._torch import graph_task
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.call_sizes import RunningCall
@@ -66,42 +64,56 @@ class Taps:
     listener: Listener | None = None
     leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
     """Who is told when a call of a module is over, after all others; they see no values."""
-    recorders: Recorders | None = None
+    recorders: Sequence[RecordTap] | None = None
     """All there is, where ``record_all`` has made it, until another site is asked for, or one of these by its name."""
-    _recorders: Recorders | None = None
+    _made_together: tuple[Outputs, Sequence[RecordTap]] | None = None
+    """What ``recorders`` are, and where they are, also when there is more."""
+    _is_asked_for = False
+    """Whether any site was, by itself."""
     _is_complete = False
+    _ends: Sequence[Callable[[], None]] = ()
+    """What takes away what is on tensors."""
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
         self.index = index
         self._scope = scope
         self.seen_from = seen_from
         """Calls from outside this scope are not seen; ``None`` sees those from everywhere."""
-        # The module and its tap by the module's id.
         self.root: InputTap = InputTap("", seen_from)
         """Sees the model being called, whatever is asked for."""
-        self._inputs: dict[int, tuple[nn.Module, InputTap]] = {id(index.root): (index.root, self.root)}
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
 
     @functools.cached_property
     def targets(self) -> dict[Site, tuple[Target, Tap]]:
         """Where each site that was asked for is seen."""
-        made, self.recorders = self._recorders, None
-        pairs = () if made is None else zip(made.outputs, made.taps, strict=True)
-        return {target.site: (target, tap) for target, tap in pairs}
+        self.recorders, self._is_asked_for = None, True
+        return {target.site: (target, tap) for target, tap in self._recorded()}
+
+    @functools.cached_property
+    def _inputs(self) -> dict[int, tuple[nn.Module, InputTap]]:
+        return {id(self.index.root): (self.index.root, self.root)}
 
     @functools.cached_property
     def _outputs(self) -> dict[int, tuple[nn.Module, OutputTap]]:
-        return {} if self._recorders is None else {id(module): (module, tap) for module, tap in self._recorders.pairs()}
+        self._is_asked_for = True
+        return {id(target.module): (target.module, tap) for target, tap in self._recorded()}
+
+    def _recorded(self) -> Iterable[tuple[Target, RecordTap]]:
+        return () if self._made_together is None else zip(*self._made_together, strict=True)
 
     @functools.cached_property
     def handles(self) -> TensorHandles:
         """Hooks on tensors."""
-        return TensorHandles()
+        made = TensorHandles()
+        self._ends = (*self._ends, made.remove)
+        return made
 
     @functools.cached_property
     def aliases(self) -> Aliases:
-        return Aliases()
+        made = Aliases()
+        self._ends = (*self._ends, made.settle)
+        return made
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -137,8 +149,6 @@ class Taps:
         """Whether there is nothing to say of any site: each ran, in the forward pass and in this session's sight."""
         if self._gradients:
             return False
-        if self.recorders is not None:
-            return self.recorders.all_ran()
         for site, (_, tap) in self.targets.items():
             if not tap.ran or tap.elsewhere or tap.recomputed or site.call is not None:
                 return False
@@ -152,13 +162,6 @@ class Taps:
     def edits_to_come(self) -> list[str]:
         """Sites whose edits a checkpointed part would have to repeat in a backward pass that has not come."""
         return [site.shown for site, (_, tap) in self.targets.items() if tap.edits and tap.is_waiting]
-
-    def table(self, title: str) -> Table:
-        """The sites, what is done there, and how often they ran."""
-        rows = [
-            [site.shown, "edited" if tap.edits else "read", str(tap.ran)] for site, (_, tap) in self.targets.items()
-        ]
-        return Table(title, ["site", "", ">calls"], rows)
 
     # -- making -------------------------------------------------------------------------------------
 
@@ -195,17 +198,24 @@ class Taps:
         self.targets[target.site] = (target, tap)
         return True
 
-    def record_all(self, recorders: Recorders, looks: Sequence[Look]) -> None:
-        """Have ``recorders`` be all that there is, and ``looks`` shown what the model is called with."""
-        self.recorders = self._recorders = recorders
+    def record_all(
+        self, outputs: Outputs, keep: Keep, recording: Recording, limit: int | None, looks: Sequence[Look]
+    ) -> None:
+        """Keep what passes ``outputs``, and do nothing else; ``looks`` are shown what the model is called with."""
+        scope, order, task = self.seen_from, recording.order, self.root.made_in
+        rows = recording.opened_all(outputs.sites, limit)
+        self.recorders = [
+            RecordTap(site.path, scope, keep, of, order, task)
+            for site, of in zip(outputs.sites, rows)  # noqa: B905 (as many: strict= takes as long as a tap)
+        ]
+        self._made_together = outputs, self.recorders
         self.root.looks = looks
         self._is_complete = True
-        self.__dict__.pop("_outputs", None)  # of nothing, so far
 
     @property
     def is_new(self) -> bool:
         """Whether nothing was asked for yet."""
-        return self._recorders is None and "targets" not in self.__dict__ and not self.root.looks
+        return not (self._is_asked_for or self._is_complete or self.root.looks)
 
     def call_padding(self, keep: Keep) -> CallPadding | None:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
@@ -295,11 +305,8 @@ class Taps:
     def let_go(self) -> None:
         """Take away what is on tensors, and let go of what the model was called with; the rest is on modules."""
         opened.pop(id(self), None)
-        made = self.__dict__
-        if "handles" in made:
-            self.handles.remove()
-        if "aliases" in made:
-            self.aliases.settle()
+        for end in self._ends:
+            end()
         # A pass that was stopped has told nobody that it is over, and what it was called with would be held.
         for module, tap in self.leaving:
             tap.function(module)

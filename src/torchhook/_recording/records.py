@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from torchhook._recording.rows import Row, Window, chosen, first_position, has_r
 from torchhook._recording.rows import Rows as Rows
 from torchhook._recording.steps import Pass, Passes
 from torchhook._recording.tables import Table, size
-from torchhook._values import tree
-from torchhook._values.loaded import Opaque
 from torchhook._words import listed, plural, times
 from torchhook.errors import AmbiguousCallError, MissingRecordError, NeverRanError, suggestion
 
@@ -32,6 +30,19 @@ class Recording:
     (``rec["relu", 1]`` or ``rec["relu#1"]``), or take ``rec.all("relu")`` or ``rec.cat("relu")``.
     """
 
+    # What most never need is the class's: one is made whenever a session opens.
+    stopped = ""
+    """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
+    other_names: Callable[[], Iterable[tuple[str, str]]] = tuple
+    """Finds more other names of shared modules, each with the one that was recorded."""
+    find_layouts: Callable[[], Iterable[tuple[str, tuple[str, bool]]]] = tuple
+    """Finds how the modules that were recorded lay out their maps, by path, as ``own_kind`` says it."""
+    # Pairs and not a dict: of one name, different ports may have been recorded under different others.
+    _aliases: frozenset[tuple[str, str]] = frozenset()
+    _layouts: Mapping[str, tuple[str, bool]] = {}
+    _passes: Passes | None = None
+    _waits: tuple[Callable[[], None], ...] = ()
+
     def __init__(self, model_name: str = "") -> None:
         self.model_name = model_name
         self.missing: dict[str, str] = {}
@@ -42,20 +53,8 @@ class Recording:
         """Sites that ran again in the backward pass (activation checkpointing): once more each, not recorded twice."""
         self.replaced: dict[str, str] = {}
         """Sites whose module or parameter was replaced while the session was open: what came later was not seen."""
-        self.stopped = ""
-        """Where ``stop=True`` ended what was recorded, and what that left out; empty if nothing did."""
         self.order: count[int] = count()
-        self.passes: Passes = Passes()
-        """The calls of the model in which something was generated."""
         self._rows: dict[Site, Rows] = {}
-        # Pairs and not a dict: of one name, different ports may have been recorded under different others.
-        self._aliases: set[tuple[str, str]] = set()
-        self.other_names: Callable[[], Iterable[tuple[str, str]]] = tuple
-        """Finds more of them: other names of shared modules, each with the one that was recorded."""
-        self.find_layouts: Callable[[], Iterable[tuple[str, tuple[str, bool]]]] = tuple
-        """Finds how the modules that were recorded lay out their maps, by path, as ``own_kind`` says it."""
-        self._layouts: dict[str, tuple[str, bool]] = {}
-        self._waits: list[Callable[[], None]] = []
 
     # A copy or a pickle holds what was kept so far, and its own counter goes on from there.
 
@@ -63,7 +62,7 @@ class Recording:
         self.wait()
         self._find_other_names()
         self._find_layouts()
-        return {**self.__dict__, "order": None, "_waits": []}
+        return {**self.__dict__, "order": None, "_waits": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -79,9 +78,18 @@ class Recording:
 
     def opened_all(self, sites: Sequence[Site], limit: int | None = None) -> list[Rows]:
         """The rows of sites that nobody has asked for yet, and that name no calls."""
-        opened: list[Rows] = [made(limit) for _ in sites] if limit is not None else [[] for _ in sites]
-        self._rows.update(zip(sites, opened))  # noqa: B905 (as many: strict= takes as long as the rest)
+        opened: list[Rows] = []
+        for site in sites:
+            self._rows[site] = rows = [] if limit is None else made(limit)
+            opened.append(rows)
         return opened
+
+    @property
+    def passes(self) -> Passes:
+        """The calls of the model in which something was generated."""
+        if self._passes is None:
+            self._passes = Passes()
+        return self._passes
 
     @property
     def has_sites(self) -> bool:
@@ -96,7 +104,7 @@ class Recording:
     def _find_other_names(self) -> None:
         """Let shared modules be read under each of their names."""
         find, self.other_names = self.other_names, tuple
-        self._aliases.update(find())
+        self._aliases = self._aliases.union(find())
 
     def layout_of(self, site: Site) -> tuple[str, bool] | None:
         """How maps are laid out at a site, as far as its module says it: see ``own_kind``."""
@@ -106,11 +114,11 @@ class Recording:
 
     def _find_layouts(self) -> None:
         find, self.find_layouts = self.find_layouts, tuple
-        self._layouts.update(find())
+        self._layouts = {**self._layouts, **dict(find())}
 
     def wait_with(self, wait: Callable[[], None]) -> None:
         """Call ``wait`` before anything is read: values may still be on their way."""
-        self._waits.append(wait)
+        self._waits = (*self._waits, wait)
 
     def wait(self) -> None:
         """Return when every value can be read. Reading does this by itself."""
@@ -290,7 +298,7 @@ class Recording:
         """What a file could not hold, by its type, and the sites that it was part of."""
         found: dict[str, list[Site]] = {}
         for record in self.records():
-            for kind in sorted({leaf.kind for leaf in _opaque(record.value)}):
+            for kind in sorted({leaf.kind for leaf in saving.opaque(record.value)}):
                 found.setdefault(kind, []).append(record.site)
         return found
 
@@ -336,9 +344,8 @@ class Recording:
     @classmethod
     def of_plain(cls, values: Iterable[Any], about: dict[str, Any]) -> Recording:
         """The other way round."""
-        recording = cls()
-        recording.model_name = about["model"]
-        recording._aliases = {(name, path) for name, path in about["aliases"]}
+        recording = cls(about["model"])
+        recording._aliases = frozenset((name, path) for name, path in about["aliases"])
         recording.missing = dict(about["missing"])
         recording.elsewhere = dict(about["elsewhere"])
         recording.recomputed = dict(about["recomputed"])
@@ -364,13 +371,6 @@ def _generated(records: list[Record]) -> list[str]:
     steps = [record.step for record in records if record.step is not None]
     positions = [record.position for record in records if record.position is not None]
     return [f"{min(found)}-{max(found)}" if found else "-" for found in (steps, positions)]
-
-
-def _opaque(value: Any) -> Iterator[Opaque]:
-    for _, leaf in tree.leaves(value):
-        # A set without tensors is not opened, so that what was lost may be inside of this leaf.
-        parts = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
-        yield from (part for part in parts if isinstance(part, Opaque))
 
 
 def _listed(sites: list[Site]) -> str:

@@ -20,6 +20,8 @@ from torchhook._recording import tensor_file
 from torchhook._recording.codecs import Reader, Writer
 from torchhook._recording.tensor_codecs import TENSORS
 from torchhook._recording.value_codecs import VALUES
+from torchhook._values import tree
+from torchhook._values.loaded import Opaque
 from torchhook._version import __version__
 from torchhook.errors import RecordingFileError
 
@@ -99,3 +101,11 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise RecordingFileError(f"{path} cannot be understood: {type(error).__name__}: {error}.") from error
+
+
+def opaque(value: Any) -> Iterator[Opaque]:
+    """The parts of a value that no file could hold."""
+    for _, leaf in tree.leaves(value):
+        # A set without tensors is not opened, so that what was lost may be inside of this leaf.
+        parts = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Opaque))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from operator import length_hint
 from sys import getrefcount
 from typing import Any
@@ -132,23 +133,17 @@ def put_always(undo: Undo, module: nn.Module, hook: Hook, first: bool) -> None:
         undo.append(module.register_forward_hook(hook, prepend=first, always_call=True).remove)
 
 
-class _Placed:
-    """Hooks that were put on together, and are taken away so."""
-
-    __slots__ = ("keys", "where")
-    keys: list[int]
-    where: list[dict[int, Any]]
-
-    def __call__(self) -> None:
-        for hooks, key in zip(self.where, self.keys, strict=False):
-            hooks.pop(key, None)
+def _take_all_away(where: Iterable[dict[int, Any]], keys: Iterable[int]) -> None:
+    # An interrupt may have left a key without its place. And strict= takes longer than a hook to be taken away.
+    for hooks, key in zip(where, keys):  # noqa: B905
+        hooks.pop(key, None)
 
 
-def put_around(undo: Undo, root: nn.Module, before: Hook, hooked: Iterable[tuple[nn.Module, Hook]]) -> None:
+def put_around(undo: Undo, root: nn.Module, before: Hook, modules: Iterable[nn.Module], behind: Iterable[Hook]) -> None:
     """As ``put_before`` for a model and ``put_after`` for some modules, without a call and an object for each."""
-    placed, keys, where = _Placed(), list[int](), list[dict[int, Any]]()
-    placed.keys, placed.where = keys, where
-    undo.append(placed)
+    where: list[dict[int, Any]] = []  # no list[…](), which takes as long as a hook
+    keys: list[int] = []
+    undo.append(partial(_take_all_away, where, keys))
     if is_direct and type(root).register_forward_pre_hook is _BEFORE:
         key = next(_keys, None) or _more_keys()
         keys += key, key
@@ -158,7 +153,7 @@ def put_around(undo: Undo, root: nn.Module, before: Hook, hooked: Iterable[tuple
         hooks[key] = before
     else:
         undo.append(root.register_forward_pre_hook(before, with_kwargs=True).remove)
-    for module, hook in hooked:
+    for module, hook in zip(modules, behind):  # noqa: B905 (as many: strict= takes as long as a hook)
         if is_direct and type(module).register_forward_hook is _AFTER:
             # Known before it is there: an interrupt may come between any two lines.
             keys.append(key := next(_keys, None) or _more_keys())
