@@ -298,7 +298,8 @@ def _warn_at(code: CodeType, line: int, names: dict[str, Any], message: str, cat
 
 def _users_frame(known: int) -> FrameType:
     frame = sys._getframe(known + 1)
-    while (above := frame.f_back) is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
+    # The name first: to ask for a frame makes it.
+    while _is_not_the_users(frame.f_globals.get("__name__", "")) and (above := frame.f_back) is not None:
         frame = above
     return frame
 

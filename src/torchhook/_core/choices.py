@@ -30,8 +30,9 @@ def key_of(selectors: Any, exclude: Any, port: str) -> Any:
 
     That is so of functions, which may look at anything, of modules, and of standard names.
     """
-    plain = _plain(selectors), None if exclude is None else _plain(exclude)
-    return None if plain[0] is None or (exclude is not None and plain[1] is None) else (*plain, port)
+    chosen = _plain(selectors)
+    left_out = None if exclude is None else _plain(exclude)
+    return None if chosen is None or (exclude is not None and left_out is None) else (chosen, left_out, port)
 
 
 def _plain(selectors: Any) -> Any:
@@ -52,8 +53,11 @@ def _plain(selectors: Any) -> Any:
 
 def recall(index: Index, key: Any) -> Sequence[Target] | None:
     """What was chosen by the same before; ``None`` where nothing is known, or the model is not what it was."""
-    given, known = _of_models.get(id(index.given), (_nothing, {}))
-    choice = known.get(key) if given() is index.given else None
+    of_model = _of_models.get(id(index.given))
+    if of_model is None or of_model[0]() is not index.given:
+        return None
+    known = of_model[1]
+    choice = known.get(key)
     if choice is None:
         return None
     found = choice.found(index.root)
@@ -97,34 +101,40 @@ def _forget(model_id: int, gone: Any) -> None:
 class _Searched:
     """Modules of which all that they hold was looked at."""
 
-    __slots__ = ("_held", "_kinds", "_met", "_number")
+    # All by their ids, which are theirs as long as they are alive.
+    __slots__ = ("_held", "_whole")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         whole = {id(module): module for module in modules}
-        children = [child for module in whole.values() for child in module._modules.values()]
-        met = {id(module): module for module in (*whole.values(), *children)}
-        self._number = len(whole)
-        self._met: list[_Ref] = [_nothing if module is None else weakref.ref(module) for module in met.values()]
-        self._kinds = list(map(id, map(type, met.values())))
-        self._held = _held(list(whole.values()))
+        held = [child for module in whole.values() for child in module._modules.values() if child is not None]
+        self._whole = [
+            (weakref.ref(module), id(type(module)), [*module._modules], [*map(id, module._modules.values())])
+            for module in whole.values()
+        ]
+        self._held = [
+            (weakref.ref(child), id(type(child)))
+            for child in {id(child): child for child in held}.values()
+            if id(child) not in whole
+        ]
 
     def modules(self) -> list[Any]:
         """Those of them that are alive; ``None`` for each that is not."""
-        return [ref() for ref in self._met[: self._number]]
+        return [ref() for ref, *_ in self._whole]
 
     def hold_the_same(self) -> bool:
         """Whether every module that was looked at is where it was, of its class, and no other has come."""
-        # In one go for all: a model has hundreds of them, and this is asked whenever a session opens and closes. An id
-        # is a module's own as long as it is alive, which its class tells.
-        met: list[Any] = [ref() for ref in self._met]
-        return list(map(id, map(type, met))) == self._kinds and _held(met[: self._number]) == self._held
-
-
-def _held(modules: list[nn.Module]) -> list[Any]:
-    """Who holds something, as which names, and what: all by their ids."""
-    return [
-        part for module in modules if (held := module._modules) for part in (id(module), *held, *map(id, held.values()))
-    ]
+        # Quickly: a model has hundreds of them, and this is asked whenever a session opens and closes.
+        for ref, kind, names, children in self._whole:
+            module: Any = ref()
+            if id(type(module)) != kind:  # or gone
+                return False
+            held = module._modules
+            if (held or names) and ([*held] != names or [*map(id, held.values())] != children):
+                return False
+        for ref, kind in self._held:  # noqa: SIM110 (as above)
+            if id(type(ref())) != kind:
+                return False
+        return True
 
 
 class Choice:

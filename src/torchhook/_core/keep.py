@@ -66,8 +66,6 @@ class Keep:
     _input_ids: frozenset[int] | None = None
     _outliving_ids: frozenset[int] | None = frozenset()
     _outliving_storages: frozenset[int | None] | None = None
-    _placed: Sequence[Keep] = ()
-    """The same for single sites, which have to know what this one is told."""
     _of_calls: Sequence[tuple[Site, Keep]] = ()
     """The same for single calls of one site, where their transforms differ."""
 
@@ -101,6 +99,8 @@ class Keep:
         self._is_plain = self.device is None and dtype is None
         self._may_be_fast = mode == "copy" and dtype is None and (self._is_plain or self._to_host is not None)
         self._is_fast = self._may_be_fast and transform is None
+        self._placed: Sequence[Keep] = ()
+        """The same for single sites, which have to know what this one is told."""
 
     def placed(self, site: Site, known: Callable[[], KnownHeads]) -> Keep:
         """The same way to keep values, for one site, where ``asks_where``."""

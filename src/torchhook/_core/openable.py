@@ -24,11 +24,12 @@ class Handed(Protocol):
 
 # No WeakKeyDictionary: this is done whenever a tool is made, and setting an item of one takes longer than all of it.
 _handed: dict[weakref.ref[Handed], Callable[[str, type[Warning]], None]] = {}
+_forget = _handed.pop
 
 
 def remember(tool: Handed) -> None:
     """Have it said when the program ends that something was never opened, at the line that made it."""
-    _handed[weakref.ref(tool, _handed.pop)] = later_warning(3)
+    _handed[weakref.ref(tool, _forget)] = later_warning(3)
 
 
 # What a module's own names hold is dropped while the interpreter shuts down, too late for a warning.

@@ -14,10 +14,13 @@ from torchhook._recording.tables import Table
 class Scope:
     """The identity of one open session."""
 
-    closed: bool = False
-    runs_eagerly: bool = False
-    """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
-    stopped_at: str | None = None
+    __slots__ = ("closed", "runs_eagerly", "stopped_at")
+
+    def __init__(self) -> None:
+        self.closed: bool = False
+        self.runs_eagerly: bool = False
+        """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
+        self.stopped_at: str | None = None
 
     def enter(self) -> None:
         """From here on, calls made in this context belong to this scope."""

@@ -55,8 +55,6 @@ class Session(Shown):
     """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
     unopened: str = ""
     _recipe: Callable[[Session], None] | None = None
-    _recorders: Recorders | None = None
-    _stops = False
     _counts_steps = False  # who only looks, as a guard does, asks for none
     _depths: Mapping[int, int] = {}
     _wait_again: Callable[[], object] = frozenset
@@ -71,6 +69,8 @@ class Session(Shown):
         self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
         self._warn = warn
+        self._recorders: Recorders | None = None
+        self._stops = False
         self._begin()
 
     def _begin(self) -> None:

@@ -65,13 +65,7 @@ is edited as it was then, and is neither counted nor looked at again. The id sta
 class Tap:
     """What passes one site: counted, edited, looked at."""
 
-    # What most taps never need is the class's: a session makes many, and each time it opens.
-    edits: Sequence[Edit] = ()
-    looks: Sequence[Look] = ()
-    aliases: Sequence[Alias] = ()
-    ran: int = 0
-    elsewhere: int = 0
-    recomputed: int = 0
+    # What most taps never ask for is the class's. The rest is their own: what is read at each call is found sooner so.
     made_unseen: bool = False
     """Whether one that takes calls from everywhere was put there by what is seen by nobody else."""
     _segments: Segments | None = None
@@ -83,6 +77,10 @@ class Tap:
         self.calls = count()
         # A session that a recomputed segment opens is as new as its calls. As graph_task, without the call.
         self.made_in = -1 if torch_task() == -1 else graph_task()
+        self.edits: Sequence[Edit] = ()
+        self.looks: Sequence[Look] = ()
+        self.aliases: Sequence[Alias] = ()
+        self.ran = self.elsewhere = self.recomputed = 0
 
     def add_edit(self, edit: Edit, first: bool = False) -> None:
         self.edits = [edit, *self.edits] if first else [*self.edits, edit]
@@ -231,7 +229,7 @@ class RecordTap(OutputTap):
     """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
 
     # As long as nobody else edits or wants gradients.
-    _edits, _only_looks, _does_more = False, True, False
+    _edits, _only_looks = False, True
 
     def __init__(
         self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int], made_in: int
@@ -243,6 +241,9 @@ class RecordTap(OutputTap):
         self.keep = keep
         self.rows = rows
         self.order = order
+        self.edits = self.looks = self.aliases = ()
+        self._does_more = False
+        self.ran = self.elsewhere = self.recomputed = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # What an OutputTap does, on one level, where a value is but kept and looked at in the session's own context.

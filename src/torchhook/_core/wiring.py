@@ -62,8 +62,6 @@ class Taps:
     parameters: Sequence[tuple[Target, GradTap]] = ()
     """Those whose gradients are wanted."""
     listener: Listener | None = None
-    leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
-    """Who is told when a call of a module is over, after all others; they see no values."""
     recorders: Sequence[RecordTap] | None = None
     """All there is, where ``record_all`` has made it, until another site is asked for, or one of these by its name."""
     _made_together: tuple[Outputs, Sequence[RecordTap]] | None = None
@@ -71,8 +69,6 @@ class Taps:
     _is_asked_for = False
     """Whether any site was, by itself."""
     _is_complete = False
-    _ends: Sequence[Callable[[], None]] = ()
-    """What takes away what is on tensors."""
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
         self.index = index
@@ -81,6 +77,10 @@ class Taps:
         """Calls from outside this scope are not seen; ``None`` sees those from everywhere."""
         self.root: InputTap = InputTap("", seen_from)
         """Sees the model being called, whatever is asked for."""
+        self._ends: Sequence[Callable[[], None]] = ()
+        """What takes away what is on tensors."""
+        self.leaving: Sequence[tuple[nn.Module, LeaveTap]] = ()
+        """Who is told when a call of a module is over, after all others; they see no values."""
         self._customs: dict[int, tuple[nn.Module, CustomTap]] = {}
         self._gradients: dict[Site, tuple[GradTap, Tap]] = {}
 
