@@ -93,14 +93,17 @@ class Listener:
             yield module, leave
 
     def enter(self, module: nn.Module) -> None:
-        if not self._gate.is_foreign():
-            if self._running and module is self._running[0] and _torch.times_running(module) < 2:
-                self.unwind(0)  # left by an interrupt, which hooks do not see
-            if not self._running:
-                own_work.busy = 0  # an interrupt may have left it so
-            self._running.append(module)
-            if len(self._running) == 1:
-                _modes.mode.listen(self)
+        if self._gate.is_foreign():
+            return
+        running = self._running
+        if running and module is running[0] and _torch.times_running(module) < 2:
+            self.unwind(0)  # left by an interrupt, which hooks do not see
+        if running:
+            running.append(module)
+        else:
+            own_work.busy = 0  # an interrupt may have left it so
+            running.append(module)
+            _modes.mode.listen(self)
 
     def enter_running(self, model: nn.Module) -> None:
         """The model runs already: its own hooks come too late to say so."""
@@ -111,9 +114,9 @@ class Listener:
         if not running or (running[-1] is not module and not any(module is other for other in running)):
             return
         if not self._gate.is_foreign():
-            while self._running.pop() is not module:
+            while running.pop() is not module:
                 pass  # left by an exception that the model caught
-            if not self._running:
+            if not running:
                 _modes.mode.ignore(self)
 
     def unwind(self, depth: int) -> None:
@@ -228,9 +231,7 @@ class _Mode(TorchFunctionMode):
         heard = [
             (listener, module) for listener in self.listeners if (module := listener.where(func, name)) is not None
         ]
-        if not heard:
-            return func(*args, **kwargs)
-        if sharded.is_moving_weights(heard[0][1]):
+        if not heard or sharded.is_moving_weights(heard[0][1]):
             return func(*args, **kwargs)
         for listener, module in heard:
             args, kwargs = listener.before(name, module, args, kwargs)

@@ -84,8 +84,11 @@ class SiteListener(Listener):
         yield from self._outputs.values()
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
-        enter = EnterTap(self.enter)
-        leave = _WholeTap(self.leave, self._finish) if self._counted else LeaveTap(self.leave)
+        if self._counted or self._changes:
+            enter = EnterTap(self.enter)
+            leave: LeaveTap = _WholeTap(self.leave, self._finish)
+        else:  # what these come to then, without the calls
+            enter, leave = EnterTap(super().enter), LeaveTap(super().leave)
         if id(index.root) not in self._modules:
             yield index.root, EnterTap(self._begin)
         for module in self._modules.values():
@@ -110,7 +113,8 @@ class SiteListener(Listener):
         if name not in self._names and self._heard:
             self.ignored.add(function)
             return None
-        current, module = super().where(function, name), _torch.innermost_module()
+        current = self._running[-1] if self._running else None
+        module = _torch.innermost_module()
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
         return current if module is None or id(module) in self._modules else module
 

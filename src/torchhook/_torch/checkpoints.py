@@ -45,12 +45,14 @@ def times_running(module: nn.Module) -> int:
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread; none outside of what is recomputed."""
     names = _names() if graph_task() != -1 else None
-    for frame in frames(1):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # as frames does, quicker: this is asked at every operation that has a site
         if frame.f_code is _CALL:
             module: nn.Module | None = frame.f_locals.get("self")
             return module
         if names is not None and frame.f_globals is names and _segments_in(frame.f_locals.values())[0] is not None:
             return None  # what is further out only asked for the backward pass
+        frame = frame.f_back
     return None
 
 
@@ -111,7 +113,8 @@ def segments() -> tuple[Any, list[Any]]:
     # Who checkpoints itself by hooks puts some on what autograd saves, too; to read a frame's names takes long.
     hooked = saved_tensor_hooks() is not None
     composable = sys.modules.get("torch.distributed._composable.contract") if hooked else None
-    for frame in frames(1):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # as frames does, quicker: an edit asks this at every call
         if frame.f_globals is names:
             recomputed, started = _segments_in(frame.f_locals.values())
             first += started
@@ -119,7 +122,9 @@ def segments() -> tuple[Any, list[Any]]:
                 break
         elif composable is not None and frame.f_code is _CALL:
             first += _segments_of(frame.f_locals.get("self"), composable)
-    if not first and recomputed is None:  # whoever checkpoints by hooks of its own leaves nothing on the stack
+        frame = frame.f_back
+    # Whoever checkpoints by hooks of its own leaves nothing on the stack.
+    if hooked and not first and recomputed is None:
         recomputed, first = _segments_hooked()
     return recomputed, first
 

@@ -23,16 +23,13 @@ def mode_is_on(mode: TorchFunctionMode) -> bool:
     return above > 0 and (_mode_at(above - 1) is mode or any(_mode_at(i) is mode for i in range(above)))
 
 
-def turn_on(mode: TorchFunctionMode) -> None:
-    """Put a mode on torch's stack, as its own ``__enter__`` does in more steps."""
-    _push_mode(mode)
-
-
 def turn_off(mode: TorchFunctionMode) -> None:
     """Take a mode off torch's stack, wherever it is: others may have come after it."""
-    above = []
     if (on := _modes_on()) and _mode_at(on - 1) is mode:  # as nearly always
         _pop_mode()
+        if on == 1:
+            return
+    above = []
     while mode_is_on(mode):
         top = _pop_mode()
         if top is not mode:
@@ -46,6 +43,8 @@ _modes_on = find("_C._len_torch_function_stack", missing("_len_torch_function_st
 _mode_at = find("_C._get_function_stack_at", missing("_get_function_stack_at", _stack))
 _pop_mode = find("_C._pop_torch_function_stack", missing("_pop_torch_function_stack", _stack))
 _push_mode = find("_C._push_on_torch_function_stack", missing("_push_on_torch_function_stack", _stack))
+turn_on: Callable[[TorchFunctionMode], None] = _push_mode
+"""Put a mode on torch's stack, as its own ``__enter__`` does in more steps."""
 
 
 def attention_weights(arguments: Iterable[Any]) -> Tensor:

@@ -86,6 +86,8 @@ def placed_like(tensor: Tensor, other: Tensor) -> Tensor:
 
     A plain tensor is taken for the whole, the same on every rank.
     """
+    if type(other) in ORDINARY:  # as nearly always
+        return tensor
     if not is_distributed(other):
         return faked_like(tensor, other)
     from torch.distributed.tensor import DTensor, Replicate

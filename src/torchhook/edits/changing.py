@@ -11,7 +11,7 @@ from torch import Tensor
 from torchhook._recording.address import Site
 from torchhook._values import elements, tree
 from torchhook._values.subclasses import placed_like, shape, traits, with_rows
-from torchhook._values.wrappers import like, through_numbers
+from torchhook._values.wrappers import ORDINARY, like, through_numbers
 from torchhook.errors import EditError
 
 
@@ -34,9 +34,16 @@ def _kind(value: Any) -> str:
 
 
 def _check_tensor(old: Tensor, new: Tensor, site: Site) -> None:
+    if _are_plain(old, new) and old.shape == new.shape and old.dtype == new.dtype and old.device == new.device:
+        return  # as nearly always: all that traits would tell
     for (what, was), now in zip(traits(old).items(), traits(new).values(), strict=True):
         if was != now:
             raise mismatch(site, what, was, now)
+
+
+def _are_plain(one: Any, other: Any) -> bool:
+    """Whether both are tensors that are no more than their numbers, in rows of one length."""
+    return type(one) in ORDINARY and type(other) in ORDINARY and not (one.is_nested or other.is_nested)
 
 
 _RETURN = "Return a value like the one that passes."
@@ -111,12 +118,15 @@ def change_one(change: Callable[[Tensor], Tensor], value: Any, site: Site, name:
 
 def fitting(new: Tensor | float, old: Tensor, site: Site, name: str) -> Tensor:
     """``new`` in the dtype and on the device of ``old``, checked to broadcast to its shape; the edit's name is told."""
-    given = torch.as_tensor(new)
-    if given.is_nested and not old.is_nested:
-        raise _misfit(site, name, "shape", shape(old), shape(given), _NESTED)
-    if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
-        raise _misfit(site, name, "dtype", old.dtype, given.dtype, "Give one that this dtype can hold.")
-    tensor = placed_like(given.to(old.device, old.dtype), old)
+    if isinstance(new, Tensor) and _are_plain(new, old) and new.dtype == old.dtype and new.device == old.device:
+        tensor = new  # as nearly always: what follows would not change it
+    else:
+        given = torch.as_tensor(new)
+        if given.is_nested and not old.is_nested:
+            raise _misfit(site, name, "shape", shape(old), shape(given), _NESTED)
+        if not elements.can_cast(given.dtype, old.dtype):  # 0.5 among integers would become 0 without a word
+            raise _misfit(site, name, "dtype", old.dtype, given.dtype, "Give one that this dtype can hold.")
+        tensor = placed_like(given.to(old.device, old.dtype), old)
     if broadcasts(tensor.shape, old.shape):
         return tensor
     raise _misfit(site, name, "shape", shape(old), shape(tensor), "Give one that broadcasts to it.")
@@ -129,8 +139,10 @@ def broadcasts(given: torch.Size, to: torch.Size) -> bool:
     (True, False)
     """
     # Not torch.broadcast_shapes: it takes ten times as long as the edit itself.
-    sizes = zip(given[::-1], to[::-1], strict=False)
-    return len(given) <= len(to) and all(size in (1, wanted) for size, wanted in sizes)
+    if len(given) > len(to):
+        return False
+    last = to[len(to) - len(given) :]
+    return given == last or all(size in (1, wanted) for size, wanted in zip(given, last, strict=True))
 
 
 def with_nested(new: Tensor, value: Any, site: Site) -> Any:
