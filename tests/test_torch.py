@@ -20,6 +20,7 @@ RIGHT = "right"
 NAMES = {  # the name, what needs it, and what is said where it cannot be done without
     "torch._lazy_clone": ("captured", RIGHT),
     "torch._C._is_cow_tensor": ("captured", RIGHT),
+    "torch._C._data_address": ("captured", RIGHT),
     "torch.Tensor._use_count": ("captured", RIGHT),
     "torch.UntypedStorage._cdata": ("captured", RIGHT),
     "torch._C._are_functorch_transforms_active": ("in_vmap", RIGHT),
@@ -136,3 +137,35 @@ def test_a_module_is_known_to_run() -> None:
     module = Counts()
     assert [module(0), module(1), module(3)] == [1, 2, 4]
     assert _torch.times_running(module) == 0
+
+
+def test_the_only_owner_of_memory_keeps_it_and_others_move() -> None:
+    made = torch.arange(12.0).view(3, 4)
+    lazy = _torch.lazy_clone(made)
+    assert _torch.start_of(lazy) == _torch.start_of(lazy[1:]) == _torch.start_of(made)
+    assert not _torch.is_only_owner(lazy)
+    assert _torch.start_of(lazy) != _torch.start_of(made)
+    assert torch.equal(lazy, made)
+    lazy, start = _torch.lazy_clone(made), _torch.start_of(made)
+    del made
+    assert _torch.is_only_owner(lazy)
+    assert _torch.start_of(lazy) == start
+    assert not _torch.is_lazy_clone(lazy)
+
+
+def test_where_nobody_can_look_at_shared_memory_nobody_is_its_only_owner(monkeypatch) -> None:
+    monkeypatch.setattr(_torch.memory, "_start", None)
+    lazy, made = _torch.lazy_clone(torch.ones(3)), torch.ones(3)
+    assert not _torch.is_only_owner(lazy)
+    assert _torch.is_lazy_clone(lazy)
+    assert _torch.start_of(lazy) != _torch.start_of(made)
+
+
+def test_a_storage_is_gone_with_the_last_tensor_that_has_it() -> None:
+    made = torch.ones(3)
+    is_gone, view, lazy = _torch.expiry(made), made[:2], _torch.lazy_clone(made)
+    del made
+    assert not is_gone()
+    del view
+    assert is_gone()
+    assert lazy.tolist() == [1, 1, 1]

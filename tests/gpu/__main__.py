@@ -1,4 +1,4 @@
-"""Run the CUDA tests without pytest: ``PYTHONPATH=src python -m tests.gpu`` from the checkout."""
+"""Run the CUDA tests without pytest: ``PYTHONPATH=src python -m tests.gpu [PART OF A FILE'S NAME]`` from the checkout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 def main() -> int:
     failed = passed = 0
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    for path in sorted(Path(__file__).parent.glob(f"test_*{part}*.py")):
         module = importlib.import_module(f"tests.gpu.{path.stem}")
         for name, test in list(vars(module).items()):
             if not name.startswith("test_"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import torchhook as th
+from torchhook._values import host_copies
 from torchhook._values.host_copies import HostCopies
 
 try:
@@ -120,6 +122,95 @@ def test_memory_that_is_given_out_again_after_the_session_is_written_after_the_c
         for _ in range(20):  # whatever was freed is overwritten
             torch.full((4096, 2048), -1.0, device="cuda")
         assert torch.equal(rec["first"], expected)
+
+
+class Layers(nn.Module):
+    """Values of 64 MB, each overwritten in place by the next layer; the last one is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(2048, 2048), nn.ReLU(inplace=True), nn.Linear(2048, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+def behind_a_busy_bus(model: nn.Module, x: torch.Tensor, sites: list[str], after: Callable[..., None]) -> th.Recording:
+    """A session whose copies cannot start before the device has slept, and what is done at once when it is over."""
+    copies = HostCopies()
+    copies.copy(torch.zeros(1, device="cuda"))  # so that there is a lane
+    copies.wait()
+    with torch.cuda.stream(host_copies._lanes[0].stream):
+        torch.cuda._sleep(400_000_000)
+    with th.capture(model, sites, device="cpu") as rec:
+        out = model(x)
+        if after is dropped:
+            del out
+    after(None if after is dropped else out)
+    return rec
+
+
+def dropped(out: None) -> None:
+    """Nobody but the session has had the values when it closes."""
+
+
+def overwritten(out: torch.Tensor) -> None:
+    out.fill_(-1)
+
+
+@torch.no_grad()
+def test_the_next_pass_runs_beside_the_copies_of_this_one() -> None:
+    model, x = Layers().cuda(), torch.randn(8192, 2048, device="cuda")
+    expected = {name: value.cpu() for name, value in (("first", model.first(x)), ("third", model(x)))}
+    for _ in range(2):  # the first time, memory is pinned
+        rec = behind_a_busy_bus(model, x, ["first", "third"], dropped)
+        begun = torch.cuda.Event()
+        begun.record()
+        begun.synchronize()  # the pass is over, and so is what comes next on the device
+        copied = torch.cuda.Event()
+        copied.record(host_copies._lanes[0].stream)
+        assert not copied.query()
+        for _ in range(20):  # memory that is given out meanwhile is not what is still to be copied
+            torch.full((8192, 2048), -1.0, device="cuda")
+        assert all(torch.equal(rec[name], value) for name, value in expected.items())
+
+
+@torch.no_grad()
+def test_what_somebody_still_has_and_writes_to_is_copied_before() -> None:
+    model, x = Layers().cuda(), torch.randn(8192, 2048, device="cuda")
+    expected = {name: value.cpu() for name, value in (("first", model.first(x)), ("third", model(x)))}
+    rec = behind_a_busy_bus(model, x, ["first", "third"], overwritten)
+    assert all(torch.equal(rec[name], value) for name, value in expected.items())
+
+
+@torch.no_grad()
+def test_two_sites_with_the_same_memory_and_one_that_somebody_keeps_on_the_device() -> None:
+    model, x = Layers().cuda(), torch.randn(8192, 2048, device="cuda")
+    expected = model.first(x).relu().cpu()
+    with th.capture(model, "second") as other:
+        rec = behind_a_busy_bus(model, x, ["second", "third:in"], dropped)
+    other["second"].fill_(-1)
+    assert torch.equal(rec["second"], expected)
+    assert torch.equal(rec["third:in"], expected)
+
+
+@torch.no_grad()
+def test_many_sessions_in_a_row_read_one_behind_or_not_at_all() -> None:
+    model, inputs = Layers().cuda(), [torch.randn(8192, 2048, device="cuda") for _ in range(12)]
+    expected = [(model.first(x).cpu(), model(x).cpu()) for x in inputs]
+    for behind in (1, len(inputs)):
+        open_ones: list[tuple[int, th.Recording]] = []
+        for number, x in enumerate(inputs):
+            with th.capture(model, ["first", "third"], device="cpu") as rec:
+                model(x)
+            open_ones.append((number, rec))
+            if len(open_ones) > behind:
+                at, rec = open_ones.pop(0)
+                assert torch.equal(rec["first"], expected[at][0])
+                assert torch.equal(rec["third"], expected[at][1])
+        for at, rec in open_ones:
+            assert torch.equal(rec["first"], expected[at][0])
+            assert torch.equal(rec["third"], expected[at][1])
 
 
 def test_values_of_many_threads_are_their_own() -> None:

@@ -104,6 +104,11 @@ class OnDevice:
     def __init__(self, machine: Machine, device: int = 0, nbytes: int = 8) -> None:
         self.device, self.nbytes, self.value = device, nbytes, None
         self.machine = machine
+        self.readers: list[Stream] = []
+        self.is_alone = self.is_of_torch = self.owner_is_gone = True
+
+    def record_stream(self, stream: Stream) -> None:
+        self.readers.append(stream)
 
     def get_device(self) -> int:
         return self.device
@@ -131,6 +136,11 @@ def machine(monkeypatch) -> Machine:
     monkeypatch.setattr(host_copies, "_WORTH", 8)
     monkeypatch.setattr(host_copies, "current_raw_stream", lambda device: id(made.current[device]))
     monkeypatch.setattr(host_copies.os, "register_at_fork", lambda before: None)
+    monkeypatch.setattr(host_copies, "start_of", id)
+    monkeypatch.setattr(host_copies, "is_lazy_clone", lambda source: True)
+    monkeypatch.setattr(host_copies, "is_only_owner", lambda source: source.is_alone)
+    monkeypatch.setattr(host_copies, "is_freed_by_torch", lambda source: source.is_of_torch)
+    monkeypatch.setattr(host_copies, "expiry", lambda source: lambda: source.owner_is_gone)
     for name, value in {
         "Stream": Stream,
         "Event": Event,
@@ -182,6 +192,70 @@ def test_what_is_written_after_the_sources_are_let_go_comes_after_the_copies(mac
     source.write(2)
     machine.main[0].run(len(machine.main[0].work))  # the model runs on, and has never heard of the copy
     assert (source.value, host.value) == (2, 1)
+
+
+def session(machine, values: range, **told: bool) -> tuple[list[OnDevice], list[Host]]:
+    """Values that are copied, and let go at once."""
+    copies, hosts, sources = HostCopies(), [], []
+    for value in values:
+        source, host = OnDevice(machine).write(value), Host(machine)
+        vars(source).update(told)
+        copies.copy(source, into=host, shared_with=source)
+        sources.append(source)
+        hosts.append(host)
+    copies.settle()
+    assert copies._bytes == 0
+    return sources, hosts
+
+
+def run_the_model(machine) -> None:
+    machine.main[0].run(len(machine.main[0].work))
+
+
+def test_the_model_runs_on_beside_the_copies_of_memory_whose_reader_torch_was_told(machine) -> None:
+    sources, hosts = session(machine, range(3))
+    run_the_model(machine)
+    assert [host.value for host in hosts] == [None] * 3
+    assert [source.readers for source in sources] == [[host_copies._lanes[0].stream]] * 3
+    assert machine.waits == 0
+
+
+def test_it_runs_ahead_by_one_session(machine) -> None:
+    sessions = [session(machine, range(first, first + 3)) for first in (0, 3, 6)]
+    run_the_model(machine)
+    assert [[host.value for host in hosts] for _, hosts in sessions] == [[0, 1, 2], [3, 4, 5], [None] * 3]
+    assert machine.waits == 0
+
+
+@pytest.mark.parametrize("told", [{"is_alone": False}, {"is_of_torch": False}, {"owner_is_gone": False}])
+def test_it_waits_for_copies_of_memory_that_others_may_write_to_or_give_out(machine, told) -> None:
+    sources, hosts = session(machine, range(3), **told)
+    for source in sources:
+        source.write(9)
+    run_the_model(machine)
+    assert [host.value for host in hosts] == [0, 1, 2]
+    assert not any(source.readers for source in sources)
+
+
+def test_whoever_shares_memory_with_a_living_tensor_is_not_moved_from_it(machine, monkeypatch) -> None:
+    monkeypatch.setattr(host_copies, "is_only_owner", lambda source: pytest.fail("this would make a copy of it"))
+    session(machine, range(3), owner_is_gone=False)
+
+
+def test_what_sessions_leave_behind_is_bounded(machine) -> None:
+    """100 bytes in all, 24 for each; the fifth time, the device waits until nothing is left."""
+    sessions = [session(machine, range(3)) for _ in range(5)]
+    assert [bool(sources[0].readers) for sources, _ in sessions] == [True] * 4 + [False]
+    run_the_model(machine)
+    assert all(host.value is not None for _, hosts in sessions for host in hosts)
+    sources, _ = session(machine, range(3))
+    assert sources[0].readers
+
+
+def test_memory_that_several_values_share_is_told_of_once(machine, monkeypatch) -> None:
+    monkeypatch.setattr(host_copies, "start_of", lambda source: 0)
+    sources, _ = session(machine, range(3))
+    assert [len(source.readers) for source in sources] == [0, 0, 1]
 
 
 def test_bytes_on_their_way_are_bounded_by_waits_of_the_device_alone(machine) -> None:

@@ -147,7 +147,7 @@ class Keep:
             try:
                 # data: quicker than detach, and no view is kept.
                 kept = lazy_clone(value.data if value.requires_grad else value)
-                return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept)
+                return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept, shared_with=value)
             except (NotImplementedError, RuntimeError):
                 pass
         if made_here and self._is_fast and type(value) is tuple and (kept_parts := self._parts(value)) is not None:
@@ -286,7 +286,9 @@ class Keep:
         strided = type(source) is Tensor and source.layout == torch.strided and not source.is_quantized
         if self._to_host is not None and source.is_cuda and strided and self.mode in ("copy", "clone"):
             cast = source.dtype != tensor.dtype  # made fresh memory, which nobody else writes to
-            return self._to_host.copy(source if cast else self._as_it_is(source))
+            return (
+                self._to_host.copy(source) if cast else self._to_host.copy(self._as_it_is(source), shared_with=source)
+            )
         if self.device is not None:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device

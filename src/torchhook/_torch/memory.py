@@ -18,6 +18,32 @@ lazy_clone: Callable[[Tensor], Tensor] = find("_lazy_clone", torch.clone)
 is_lazy_clone: Callable[[Tensor], bool] = find("_C._is_cow_tensor", lambda tensor: False)
 """Whether a tensor's memory has been shared by ``lazy_clone`` and not been written to since."""
 
+_start: Callable[[Tensor], int] | None = find("_C._data_address", None)
+
+
+def start_of(tensor: Tensor) -> int:
+    """Where the memory begins that a tensor is a part of; the same for all that share it, copy-on-write too.
+
+    Where nobody can look without ending that: a number of the tensor's own.
+    """
+    return id(tensor) if _start is None else _start(tensor)
+
+
+def is_only_owner(tensor: Tensor) -> bool:
+    """End copy-on-write: whether the memory stayed where it was, since nobody else shares it; no where nobody knows.
+
+    If somebody does, the tensor has moved to a copy of its own.
+    """
+    if _start is None:
+        return False
+    before = _start(tensor)
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # no room for the copy
+        return False
+    return _start(tensor) == before
+
+
 base_of: Callable[[Tensor], Tensor | None] = find("_base.__get__", lambda tensor: tensor, Tensor)
 """The tensor that this one is a view of, if it is one; itself where nobody knows: that only costs a closer look."""
 
@@ -43,6 +69,16 @@ class _HeldStorage:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
+
+
+def expiry(tensor: Tensor) -> Callable[[], bool]:
+    """A question, asked later: do all tensors that had this storage exist no more? Never so where nobody knows."""
+    try:
+        from torch.multiprocessing.reductions import StorageWeakRef
+    except ImportError:
+        return lambda: False
+    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired
+    return expired
 
 
 def storage_ref(tensor: Tensor) -> Any:

@@ -7,6 +7,10 @@ To start a copy takes the host several calls of the driver, between two layers o
 this host (58 µs, a tenth of a decoder's block): small values are therefore started together, and events are used again.
 The memory is torch's own: its cache gives a pinned block out again when the last view of it is gone and the last copy
 from or into it is done, which nobody outside of it could tell.
+
+A session that closes holds nothing any more, while its last copies may still run. Torch's allocator then is told who
+reads what is let go, and the next forward pass runs beside the copies of this one; the device waits for them first only
+where that would not do: for memory that is somebody else's too, who may write to it.
 """
 
 from __future__ import annotations
@@ -15,18 +19,20 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from torchhook._torch.cuda import current_raw_stream
+from torchhook._torch import expiry, is_lazy_clone, is_only_owner, start_of
+from torchhook._torch.cuda import current_raw_stream, is_freed_by_torch
 
 _TOGETHER = 32 << 20
 """So many bytes are worth a start; the bus takes half a millisecond for them."""
 _WORTH = 1 << 20
 """Smaller values may wait until the model has done what it does after them: they take no time."""
 _SHARE = 16
-"""What is on its way holds at most one part in so many of a device's memory."""
+"""What is on its way holds one part in so many of a device's memory at most; what sessions left, as much again."""
 
 
 class _Lane:
@@ -37,6 +43,8 @@ class _Lane:
         self.unused: list[torch.cuda.Event] = []
         self.known: dict[int, torch.cuda.Stream] = {}
         self.most = torch.cuda.get_device_properties(device).total_memory // _SHARE
+        self._left: deque[tuple[torch.cuda.Event, int]] = deque()  # events of what is left to it, and bytes
+        self._leaving = threading.RLock()  # as that of HostCopies
 
     def event(self) -> torch.cuda.Event:
         try:
@@ -50,6 +58,32 @@ class _Lane:
         if stream is None:
             stream = self.known[raw] = torch.cuda.current_stream(self.device)
         return stream
+
+    def leave(self, sources: list[Tensor], nbytes: int, streams: Iterable[torch.cuda.Stream]) -> bool:
+        """Whether ``sources`` may be let go before their copies are done; what ``streams`` do next runs beside them.
+
+        Their memory is the allocator's then, which gives it out again when the lane has come so far. What was left
+        before comes first: a device is never further ahead than by one session.
+        """
+        with self._leaving:
+            left = self._left
+            while left and left[0][0].query():
+                self.unused.append(left.popleft()[0])
+            if nbytes + sum(others for _, others in left) > self.most:
+                return False
+            # Of those that share memory one is enough; then it can be told whether somebody else has it.
+            sources[:] = {start_of(source): source for source in sources}.values()
+            if not all(is_only_owner(source) and is_freed_by_torch(source) for source in sources):
+                return False
+            for source in sources:
+                source.record_stream(self.stream)
+            if left:
+                for stream in streams:
+                    stream.wait_event(left[-1][0])
+            event = self.event()
+            event.record(self.stream)
+            left.append((event, nbytes))
+        return True
 
 
 _HOST = torch.device("cpu")
@@ -75,7 +109,7 @@ def _wait_for_all() -> None:
 class _Group:
     """Values that one stream has made, and that are copied together."""
 
-    __slots__ = ("done", "into", "is_noted", "lane", "made", "nbytes", "raw", "sources", "stream")
+    __slots__ = ("done", "into", "is_noted", "lane", "made", "nbytes", "owners_are_gone", "raw", "sources", "stream")
 
     def __init__(self, lane: _Lane, raw: int) -> None:
         self.lane, self.raw, self.stream = lane, raw, lane.current(raw)
@@ -85,8 +119,9 @@ class _Group:
         # of a copy-on-write storage may write to it in place, while the copy still reads it.
         self.sources: list[Tensor] = []
         self.into: list[Tensor] = []
+        self.owners_are_gone: list[Callable[[], bool]] = []
 
-    def add(self, source: Tensor, into: Tensor) -> None:
+    def add(self, source: Tensor, into: Tensor, shared_with: Tensor | None) -> None:
         self.sources.append(source)
         self.into.append(into)
         nbytes = source.nbytes
@@ -95,6 +130,8 @@ class _Group:
         self.is_noted = nbytes >= _WORTH
         if self.is_noted:
             self.made.record(self.stream)
+            if shared_with is not None and is_lazy_clone(source):
+                self.owners_are_gone.append(expiry(shared_with))
 
     def start(self) -> None:
         """Copy, on the lane's stream; its device is the current one."""
@@ -132,10 +169,11 @@ class HostCopies:
         # Not a plain lock: what is freed meanwhile may run a user's code, which may come back here.
         self._lock = threading.RLock()
 
-    def copy(self, source: Tensor, into: Tensor | None = None) -> Tensor:
+    def copy(self, source: Tensor, into: Tensor | None = None, *, shared_with: Tensor | None = None) -> Tensor:
         """Begin to copy ``source``, which nobody may write to any more, and return the host tensor to be filled.
 
         That is ``into``, pinned memory of the caller's, with its own dtype; or a fresh tensor like the source.
+        ``shared_with`` is the tensor that a source shares its memory with, copy-on-write.
         """
         if not source.is_cuda:
             return torch.empty_like(source, device="cpu").copy_(source) if into is None else into.copy_(source)
@@ -149,7 +187,7 @@ class HostCopies:
                 self._start()
                 _alive.add(self)
                 group = self._next = _Group(_lanes.get(device) or _lane(device), raw)
-            group.add(source, into)
+            group.add(source, into, shared_with)
             if group.nbytes >= _TOGETHER:
                 self._start()
         return into
@@ -179,27 +217,33 @@ class HostCopies:
             self._bytes -= group.nbytes if group.sources else 0
             group.recycle()
 
-    def _let_go(self, most: int) -> None:
-        """Hold on to so many bytes at most: the streams that made the others wait for the copies, not the host."""
-        going, last = [], {}
+    def _let_go(self, most: int, *, closing: bool = False) -> None:
+        """Hold on to so many bytes at most: the streams that made the others wait for the copies, not the host.
+
+        At the close of a session they need not wait, where the others may be left to the lane.
+        """
+        groups: list[_Group] = []
         for group in self._started:
             if self._bytes <= most:
                 break
             if group.sources:
-                going.append(group.sources)
+                groups.append(group)
                 self._bytes -= group.nbytes
-                group.sources = []
-                last[group.stream] = group.done  # copies are done one after the other
-        for stream, done in last.items():
-            stream.wait_event(done)
+        going = [source for group in groups for source in group.sources]
+        for group in groups:
+            group.sources = []
+        last = {group.stream: group.done for group in groups}  # copies are done one after the other
+        if not (closing and _leave(groups, going, last)):
+            for stream, done in last.items():
+                stream.wait_event(done)
         del going  # not before: a freed one could be given out again at once
 
     def settle(self) -> None:
-        """Hold on to no source any more, without waiting: what comes next on the device comes after the copies."""
+        """Hold on to no source any more, without waiting."""
         with self._lock:
             self._start()
             self._forget_done()
-            self._let_go(-1)
+            self._let_go(-1, closing=True)
 
     def events(self) -> list[torch.cuda.Event]:
         """Events that are over when every copy so far is, for another thread to wait for."""
@@ -223,3 +267,14 @@ class HostCopies:
             group.done.synchronize()
         with self._lock:
             self._forget_done()
+
+
+def _leave(groups: list[_Group], sources: list[Tensor], streams: Iterable[torch.cuda.Stream]) -> bool:
+    """Whether these sources of these groups are left to their lane, which then says what becomes of them."""
+    nbytes = sum(group.nbytes for group in groups)
+    # A device waits for a few bytes more quickly than it is told how it need not.
+    if nbytes < _TOGETHER or len({group.lane.device for group in groups}) > 1:
+        return False
+    if not all(is_gone() for group in groups for is_gone in group.owners_are_gone):
+        return False
+    return groups[0].lane.leave(sources, nbytes, streams)
