@@ -1,4 +1,4 @@
-"""Run the CUDA tests without pytest: ``PYTHONPATH=src python -m tests.gpu [PART OF A FILE'S NAME]`` from the checkout."""
+"""Run the CUDA tests without pytest: ``PYTHONPATH=src python -m tests.gpu [PART OF A NAME]`` from the checkout."""
 
 from __future__ import annotations
 

@@ -188,10 +188,10 @@ def test_two_sites_with_the_same_memory_and_one_that_somebody_keeps_on_the_devic
     model, x = Layers().cuda(), torch.randn(8192, 2048, device="cuda")
     expected = model.first(x).relu().cpu()
     with th.capture(model, "second") as other:
-        rec = behind_a_busy_bus(model, x, ["second", "third:in"], dropped)
+        rec = behind_a_busy_bus(model, x, ["second", "third:input"], dropped)
     other["second"].fill_(-1)
     assert torch.equal(rec["second"], expected)
-    assert torch.equal(rec["third:in"], expected)
+    assert torch.equal(rec["third:input"], expected)
 
 
 @torch.no_grad()

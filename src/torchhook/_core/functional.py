@@ -60,6 +60,7 @@ def op_name(function: Callable[..., Any]) -> str | None:
 
 
 _openings = count()
+Recorder = Callable[[Any, bool], None]
 
 
 class Listener:
@@ -159,6 +160,10 @@ class Listener:
         """The module in which a call happens that is to be heard of."""
         return self._running[-1] if self._running else None
 
+    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
+        """Takes what a call returns, and whether it is new, where nothing else is to be done about that call."""
+        return None
+
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -195,11 +200,21 @@ class _Mode(TorchFunctionMode):
         """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
-        listeners = [*self.listeners, listener]
-        self.listeners = sorted(listeners, key=attrgetter("turn")) if len(listeners) > 1 else listeners
+        if not self.listeners and not _torch.modes_on():  # as nearly always: what all that follows comes to then
+            self.listeners, self._ignored = [listener], listener.ignored
+            listeners.add(self)
+            _torch.turn_on(self)
+            return
+        turns = [*self.listeners, listener]
+        self.listeners = sorted(turns, key=attrgetter("turn")) if len(turns) > 1 else turns
         self._settle()
 
     def ignore(self, listener: Listener) -> None:
+        if len(self.listeners) == 1 and self.listeners[0] is listener:
+            self.listeners = []
+            _torch.turn_off(self)
+            listeners.discard(self)
+            return
         if listener in self.listeners:
             self.listeners.remove(listener)
         self._settle()
@@ -221,6 +236,10 @@ class _Mode(TorchFunctionMode):
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {} if kwargs is None else kwargs
+        if len(self.listeners) == 1 and (record := self.listeners[0].recorder(func)) is not None and not own_work.busy:
+            output = func(*args, **kwargs)
+            record(output, getrefcount(output) <= held_by_name)
+            return output
         name = op_name(func)
         if name is None:
             for listener in self.listeners:

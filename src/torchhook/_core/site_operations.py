@@ -13,13 +13,13 @@ from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
 from torchhook._core import checkpointed
-from torchhook._core.functional import Listener, made_here
+from torchhook._core.functional import Listener, Recorder, made_here
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._recording.address import Site
-from torchhook._torch import graph_task
+from torchhook._torch import graph_task, sharded
 from torchhook.errors import SelectorError, SessionError
 
 
@@ -48,6 +48,7 @@ class SiteListener(Listener):
         self._outputs: dict[tuple[int, str], OperationTap] = {}
         self._modules: dict[int, nn.Module] = {}
         self._names: set[str] = set()
+        self._recorded: dict[Callable[..., Any], str] = {}  # functions of these, where nothing is done but to record
         self._heard = False
         # Where "add(1)" is asked for: how often each operation came in the call of its module that is on its way.
         self._counted: set[tuple[int, str]] = set()
@@ -62,6 +63,7 @@ class SiteListener(Listener):
     def opened(self) -> None:
         super().opened()
         self._changes = any(tap.edits or tap.aliases for tap in self.taps())
+        self._recorded = {}
 
     def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> OperationTap:
         """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
@@ -113,6 +115,8 @@ class SiteListener(Listener):
         if name not in self._names and self._heard:
             self.ignored.add(function)
             return None
+        if name in self._names and not (self._counted or self._inputs or self._changes):
+            self._recorded[function] = name
         current = self._running[-1] if self._running else None
         module = _torch.innermost_module()
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
@@ -188,13 +192,24 @@ class SiteListener(Listener):
                 args, kwargs = as_arguments(value)
         return args, kwargs
 
+    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
+        name = self._recorded.get(function)
+        if name is None or not self._running:
+            return None
+        module = _torch.innermost_module()
+        if module is not self._running[-1] or sharded.is_moving_weights(module):
+            return None
+        tap = self._outputs.get((id(module), name))
+        if tap is None or not tap.only_records:
+            return None
+        self._heard = True
+        return tap.put
+
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._counted and (known := self._outputs.get((id(module), name))) is not None and known.only_records:
-            # What all the others come to, where a value is kept and nothing else is done.
+        known = None if self._counted else self._outputs.get((id(module), name))
+        if known is not None and known.only_records:
             self._heard = True
-            call = next(known.calls)
-            known.ran = call + 1
-            known.look(output, call, made_here())
+            known.put(output, made_here())
             return output
         super().after(name, module, output, args, kwargs)
         for tap in self._taps_of(self._outputs, module, name):

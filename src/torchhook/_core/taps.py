@@ -302,6 +302,12 @@ class OperationTap(Tap):
             or dispatch_modes()
         )
 
+    def put(self, value: Any, made_here: bool) -> None:
+        """What ``take`` comes to where it only records; ``made_here`` says that only the running call holds it."""
+        call = next(self.calls)
+        self.ran = call + 1
+        self.look(value, call, made_here)
+
     def look(self, value: Any, call: int, made_here: bool = False) -> None:
         if self.keep is not None:
             self.rows.append((call, next(self.order), self.keep.kept(value, made_here)))

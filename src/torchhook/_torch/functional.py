@@ -18,14 +18,14 @@ unheard: Callable[[], contextlib.AbstractContextManager[Any]] = find("_C.Disable
 
 def mode_is_on(mode: TorchFunctionMode) -> bool:
     """Whether a mode is on torch's stack, at any depth."""
-    above = _modes_on()
+    above = modes_on()
     # On top, as nearly always.
     return above > 0 and (_mode_at(above - 1) is mode or any(_mode_at(i) is mode for i in range(above)))
 
 
 def turn_off(mode: TorchFunctionMode) -> None:
     """Take a mode off torch's stack, wherever it is: others may have come after it."""
-    if (on := _modes_on()) and _mode_at(on - 1) is mode:  # as nearly always
+    if (on := modes_on()) and _mode_at(on - 1) is mode:  # as nearly always
         _pop_mode()
         if on == 1:
             return
@@ -39,7 +39,9 @@ def turn_off(mode: TorchFunctionMode) -> None:
 
 
 _stack = "to listen to operations"
-_modes_on = find("_C._len_torch_function_stack", missing("_len_torch_function_stack", _stack))
+modes_on: Callable[[], int] = find("_C._len_torch_function_stack", missing("_len_torch_function_stack", _stack))
+"""How many modes are on torch's stack."""
+
 _mode_at = find("_C._get_function_stack_at", missing("_get_function_stack_at", _stack))
 _pop_mode = find("_C._pop_torch_function_stack", missing("_pop_torch_function_stack", _stack))
 _push_mode = find("_C._push_on_torch_function_stack", missing("_push_on_torch_function_stack", _stack))
