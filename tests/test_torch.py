@@ -159,13 +159,3 @@ def test_where_nobody_can_look_at_shared_memory_nobody_is_its_only_owner(monkeyp
     assert not _torch.is_only_owner(lazy)
     assert _torch.is_lazy_clone(lazy)
     assert _torch.start_of(lazy) != _torch.start_of(made)
-
-
-def test_a_storage_is_gone_with_the_last_tensor_that_has_it() -> None:
-    made = torch.ones(3)
-    is_gone, view, lazy = _torch.expiry(made), made[:2], _torch.lazy_clone(made)
-    del made
-    assert not is_gone()
-    del view
-    assert is_gone()
-    assert lazy.tolist() == [1, 1, 1]

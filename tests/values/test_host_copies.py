@@ -105,7 +105,7 @@ class OnDevice:
         self.device, self.nbytes, self.value = device, nbytes, None
         self.machine = machine
         self.readers: list[Stream] = []
-        self.is_alone = self.is_of_torch = self.owner_is_gone = True
+        self.is_alone = self.is_of_torch = True
 
     def record_stream(self, stream: Stream) -> None:
         self.readers.append(stream)
@@ -137,10 +137,8 @@ def machine(monkeypatch) -> Machine:
     monkeypatch.setattr(host_copies, "current_raw_stream", lambda device: id(made.current[device]))
     monkeypatch.setattr(host_copies.os, "register_at_fork", lambda before: None)
     monkeypatch.setattr(host_copies, "start_of", id)
-    monkeypatch.setattr(host_copies, "is_lazy_clone", lambda source: True)
     monkeypatch.setattr(host_copies, "is_only_owner", lambda source: source.is_alone)
     monkeypatch.setattr(host_copies, "is_freed_by_torch", lambda source: source.is_of_torch)
-    monkeypatch.setattr(host_copies, "expiry", lambda source: lambda: source.owner_is_gone)
     for name, value in {
         "Stream": Stream,
         "Event": Event,
@@ -186,7 +184,7 @@ def test_nothing_is_waited_for_until_something_is_read(machine) -> None:
 
 
 def test_what_is_written_after_the_sources_are_let_go_comes_after_the_copies(machine) -> None:
-    copies, host, source = HostCopies(), Host(machine), OnDevice(machine).write(1)
+    copies, host, source = HostCopies(), Host(machine), OnDevice(machine, nbytes=4).write(1)
     copies.copy(source, into=host)
     copies.settle()
     source.write(2)
@@ -194,13 +192,13 @@ def test_what_is_written_after_the_sources_are_let_go_comes_after_the_copies(mac
     assert (source.value, host.value) == (2, 1)
 
 
-def session(machine, values: range, **told: bool) -> tuple[list[OnDevice], list[Host]]:
+def session(machine, values: range, owner: OnDevice | None = None, **told: bool) -> tuple[list[OnDevice], list[Host]]:
     """Values that are copied, and let go at once."""
     copies, hosts, sources = HostCopies(), [], []
     for value in values:
         source, host = OnDevice(machine).write(value), Host(machine)
         vars(source).update(told)
-        copies.copy(source, into=host, shared_with=source)
+        copies.copy(source, into=host, shared_with=owner or OnDevice(machine))
         sources.append(source)
         hosts.append(host)
     copies.settle()
@@ -227,7 +225,7 @@ def test_it_runs_ahead_by_one_session(machine) -> None:
     assert machine.waits == 0
 
 
-@pytest.mark.parametrize("told", [{"is_alone": False}, {"is_of_torch": False}, {"owner_is_gone": False}])
+@pytest.mark.parametrize("told", [{"is_alone": False}, {"is_of_torch": False}])
 def test_it_waits_for_copies_of_memory_that_others_may_write_to_or_give_out(machine, told) -> None:
     sources, hosts = session(machine, range(3), **told)
     for source in sources:
@@ -239,7 +237,9 @@ def test_it_waits_for_copies_of_memory_that_others_may_write_to_or_give_out(mach
 
 def test_whoever_shares_memory_with_a_living_tensor_is_not_moved_from_it(machine, monkeypatch) -> None:
     monkeypatch.setattr(host_copies, "is_only_owner", lambda source: pytest.fail("this would make a copy of it"))
-    session(machine, range(3), owner_is_gone=False)
+    _, hosts = session(machine, range(3), owner=OnDevice(machine))
+    run_the_model(machine)
+    assert [host.value for host in hosts] == [0, 1, 2]
 
 
 def test_what_sessions_leave_behind_is_bounded(machine) -> None:

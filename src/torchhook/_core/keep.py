@@ -285,10 +285,9 @@ class Keep:
             source = source.to(self.dtype)
         strided = type(source) is Tensor and source.layout == torch.strided and not source.is_quantized
         if self._to_host is not None and source.is_cuda and strided and self.mode in ("copy", "clone"):
-            cast = source.dtype != tensor.dtype  # made fresh memory, which nobody else writes to
-            return (
-                self._to_host.copy(source) if cast else self._to_host.copy(self._as_it_is(source), shared_with=source)
-            )
+            if source.dtype != tensor.dtype:  # cast into fresh memory, which nobody else writes to
+                return self._to_host.copy(source)
+            return self._to_host.copy(self._as_it_is(source), shared_with=tensor)
         if self.device is not None:
             source = source.to(self.device)
         fresh = source.dtype != tensor.dtype or source.device != tensor.device

@@ -51,7 +51,6 @@ from torchhook._torch.functional import (  # noqa: E402
 from torchhook._torch.memory import (  # noqa: E402
     base,
     base_of,
-    expiry,
     is_lazy_clone,
     is_only_owner,
     lazy_clone,
@@ -81,7 +80,6 @@ __all__ = [
     "current_node",
     "dispatch_modes",
     "ended_tasks",
-    "expiry",
     "frames",
     "graph_task",
     "in_transform",

@@ -71,16 +71,6 @@ class _HeldStorage:
         self.storage = storage
 
 
-def expiry(tensor: Tensor) -> Callable[[], bool]:
-    """A question, asked later: do all tensors that had this storage exist no more? Never so where nobody knows."""
-    try:
-        from torch.multiprocessing.reductions import StorageWeakRef
-    except ImportError:
-        return lambda: False
-    expired: Callable[[], bool] = StorageWeakRef(tensor.untyped_storage()).expired
-    return expired
-
-
 def storage_ref(tensor: Tensor) -> Any:
     """Something that keeps the key of a tensor's memory its own for as long as it is held."""
     with contextlib.suppress(ImportError):

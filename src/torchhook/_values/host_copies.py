@@ -19,16 +19,16 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from torchhook._torch import expiry, is_lazy_clone, is_only_owner, start_of
+from torchhook._torch import is_only_owner, start_of
 from torchhook._torch.cuda import current_raw_stream, is_freed_by_torch
 
-_TOGETHER = 32 << 20
-"""So many bytes are worth a start; the bus takes half a millisecond for them."""
+_TOGETHER = 64 << 20
+"""So many bytes are worth a start; the bus takes a millisecond for them."""
 _WORTH = 1 << 20
 """Smaller values may wait until the model has done what it does after them: they take no time."""
 _SHARE = 16
@@ -109,7 +109,7 @@ def _wait_for_all() -> None:
 class _Group:
     """Values that one stream has made, and that are copied together."""
 
-    __slots__ = ("done", "into", "is_noted", "lane", "made", "nbytes", "owners_are_gone", "raw", "sources", "stream")
+    __slots__ = ("done", "into", "is_noted", "lane", "made", "nbytes", "owners", "raw", "sources", "stream")
 
     def __init__(self, lane: _Lane, raw: int) -> None:
         self.lane, self.raw, self.stream = lane, raw, lane.current(raw)
@@ -119,7 +119,7 @@ class _Group:
         # of a copy-on-write storage may write to it in place, while the copy still reads it.
         self.sources: list[Tensor] = []
         self.into: list[Tensor] = []
-        self.owners_are_gone: list[Callable[[], bool]] = []
+        self.owners: list[weakref.ref[Tensor]] = []
 
     def add(self, source: Tensor, into: Tensor, shared_with: Tensor | None) -> None:
         self.sources.append(source)
@@ -130,8 +130,8 @@ class _Group:
         self.is_noted = nbytes >= _WORTH
         if self.is_noted:
             self.made.record(self.stream)
-            if shared_with is not None and is_lazy_clone(source):
-                self.owners_are_gone.append(expiry(shared_with))
+            if shared_with is not None:
+                self.owners.append(weakref.ref(shared_with))
 
     def start(self) -> None:
         """Copy, on the lane's stream; its device is the current one."""
@@ -173,7 +173,7 @@ class HostCopies:
         """Begin to copy ``source``, which nobody may write to any more, and return the host tensor to be filled.
 
         That is ``into``, pinned memory of the caller's, with its own dtype; or a fresh tensor like the source.
-        ``shared_with`` is the tensor that a source shares its memory with, copy-on-write.
+        ``shared_with`` is the tensor that a source shares its memory with, copy-on-write, or may do so.
         """
         if not source.is_cuda:
             return torch.empty_like(source, device="cpu").copy_(source) if into is None else into.copy_(source)
@@ -273,8 +273,9 @@ def _leave(groups: list[_Group], sources: list[Tensor], streams: Iterable[torch.
     """Whether these sources of these groups are left to their lane, which then says what becomes of them."""
     nbytes = sum(group.nbytes for group in groups)
     # A device waits for a few bytes more quickly than it is told how it need not.
-    if nbytes < _TOGETHER or len({group.lane.device for group in groups}) > 1:
+    if nbytes < _TOGETHER // 2 or len({group.lane.device for group in groups}) > 1:
         return False
-    if not all(is_gone() for group in groups for is_gone in group.owners_are_gone):
+    # Otherwise a copy would be made of what is shared, only to find that out.
+    if any(owner() is not None for group in groups for owner in group.owners):
         return False
     return groups[0].lane.leave(sources, nbytes, streams)
