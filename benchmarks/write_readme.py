@@ -230,12 +230,13 @@ COMPARED = [
     "captum LayerActivation",
     "nnsight",
 ]
-STAGES, HOST = "ResNet-50 b64, six stages kept on the GPU", "ResNet-50 b64, six stages to the host"
+STAGES = "ResNet-50 b64, six stages kept on the GPU"
+HOST = "ResNet-50 b64, six stages to the host, four batches in a row"
 MODULES = "GPT-2 medium, all modules kept on the GPU"
 LARGE = "Llama of 6.6 billion parameters, 8x1024 tokens, 32 blocks"
 ON_A_GPU = {
     "ResNet-50, six stages kept on the GPU": (STAGES, "session per call", "clone"),
-    "ResNet-50, six stages to the host": (HOST, "session per call, device='cpu'", ".cpu()"),
+    "ResNet-50, six stages to the host, batch after batch": (HOST, "session per call, device='cpu'", ".cpu()"),
     "GPT-2 medium, all 294 modules kept on the GPU": (MODULES, "session per call", "clone"),
     "a decoder of 6.6 billion parameters, 32 blocks (2.1 GB) kept on the GPU": (
         LARGE,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.language_models import small_gpt2
 from tests.models import Apply
 from tests.oracle import assert_same, freeze, hooks_on, in_threads, snapshot
 from torchhook import edits
+from torchhook._core import functional
+from torchhook._core.keep import Keep
 from torchhook.errors import NeverRanError, NeverRanWarning, SessionError
 from torchhook.types import Stopped
 
@@ -780,6 +784,51 @@ def test_calls_from_other_threads_are_not_recorded() -> None:
         in_threads(lambda: model(X))
         model(X)
     assert len(rec.all("/add")) == 1
+
+
+@pytest.mark.parametrize("selector", ["child.1/relu", "child.1/relu(1)"])
+def test_threads_in_the_context_of_one_session_record_each_of_their_operations_once(selector: str) -> None:
+    model = nn.Module()
+    model.child = nn.Sequential(Apply(lambda x: x), Apply(lambda x: F.relu(F.relu(x) - 1)))
+    model.forward = lambda x: model.child(x)
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            model(torch.full((2,), float(number)))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with th.capture(model, selector) as rec:
+            in_threads(*[functools.partial(contextvars.copy_context().run, work, number) for number in range(2, 6)])
+    finally:
+        sys.setswitchinterval(before)
+    found = sorted(float(value[0]) for value in rec.all(selector))
+    less = (1,) if "(" in selector else (0, 1)
+    assert found == sorted(float(n - m) for n in range(2, 6) for m in less for _ in range(50))
+
+
+def test_what_every_call_of_an_operation_has_made_is_known_to_be_new(monkeypatch) -> None:
+    """Otherwise the model would be searched for it, and a new tuple copied by its parts."""
+    part, told, kept = Apply(lambda x: torch.relu(torch.relu(x) - 1).split(1)[0] + 1), [], Keep.kept
+    model = nn.Sequential(part, part)
+    monkeypatch.setattr(Keep, "kept", lambda *given: (told.append(given[2]), kept(*given))[1])
+    with th.capture(model, "0/relu", "0/split") as rec:
+        for _ in range(3):
+            model(X)
+    assert told == [True] * len(told)
+    assert len(rec.all("0/relu")) == 12
+    assert len(rec.all("0/split")) == 6
+
+
+def test_a_listener_that_an_interrupt_has_left_behind_hears_of_each_call_once() -> None:
+    heard: list[Any] = []
+    model = nn.Sequential(Apply(lambda x: (heard.extend(functional._modes.mode.listeners), torch.relu(x))[1]))
+    with th.capture(model, "0/relu") as rec:
+        model(X)
+        functional._modes.mode.listeners = heard[:1]  # as if it came before the listener was taken away
+        model(X)
+    assert len(rec.all("0/relu")) == 2
 
 
 @pytest.mark.shows("Checkpointing: operations")

@@ -5,6 +5,9 @@ Those from a real GPU are tried in ``tests/gpu``.
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -50,6 +53,7 @@ class Machine:
         self.main = [Stream(device) for device in (0, 1)]
         self.current = list(self.main)
         self.memory = most * host_copies._SHARE
+        self.allocator = "native"
 
     def set_stream(self, stream: Stream) -> None:
         self.current_device = stream.device
@@ -147,6 +151,7 @@ def machine(monkeypatch) -> Machine:
         "set_stream": made.set_stream,
         "get_device_properties": lambda device: SimpleNamespace(total_memory=made.memory),
         "device": lambda device: _chosen(made, device),
+        "get_allocator_backend": lambda: made.allocator,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return made
@@ -202,7 +207,7 @@ def session(machine, values: range, owner: OnDevice | None = None, **told: bool)
         sources.append(source)
         hosts.append(host)
     copies.settle()
-    assert copies._bytes == 0
+    assert copies._held() == 0
     return sources, hosts
 
 
@@ -258,18 +263,94 @@ def test_memory_that_several_values_share_is_told_of_once(machine, monkeypatch) 
     assert [len(source.readers) for source in sources] == [0, 0, 1]
 
 
+def test_an_allocator_that_does_not_heed_readers_is_not_told_of_any(machine) -> None:
+    machine.allocator = "pluggable"
+    sources, hosts = session(machine, range(3))
+    for source in sources:
+        source.write(9)
+    run_the_model(machine)
+    assert [host.value for host in hosts] == [0, 1, 2]
+    assert not any(source.readers for source in sources)
+
+
+def test_while_another_session_is_left_behind_the_device_waits(machine) -> None:
+    session(machine, range(3))
+    with host_copies._lanes[0]._leaving:
+        sources, hosts = session(machine, range(3))
+    run_the_model(machine)
+    assert [host.value for host in hosts] == [0, 1, 2]
+    assert not any(source.readers for source in sources)
+
+
+class Interrupt:
+    """Raises at one line of the file; ``came`` says whether there are so many.
+
+    Not where a block is left: no interrupt comes between its last call and what leaves it.
+    """
+
+    LEAVING = ("with ", "try:", "torch.cuda.set_stream(current)")
+
+    def __init__(self, at: int) -> None:
+        self.left, self.came = at, False
+
+    def __call__(self, frame, event, arg):
+        return self.at_line if frame.f_code.co_filename == host_copies.__file__ else None
+
+    def at_line(self, frame, event, arg):
+        line = linecache.getline(host_copies.__file__, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(self.LEAVING):
+            self.left -= 1
+            if self.left == 0:
+                self.came = True
+                raise KeyboardInterrupt
+        return self.at_line
+
+
+def interrupted(machine, at: int) -> bool:
+    """A session that is interrupted at one line, and closed again as sessions are; whether there was such a line."""
+    host_copies._lanes.clear()
+    machine.main[:] = machine.current[:] = Stream(0), Stream(1)
+    copies, done, interrupt = HostCopies(), [], Interrupt(at)
+    sys.settrace(interrupt)
+    try:
+        for value in range(5):
+            source, host = OnDevice(machine).write(value), Host(machine)
+            copies.copy(source, into=host)
+            done.append((source, host))
+        copies.settle()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    copies.settle()
+    assert copies._held() == 0
+    for source, _ in done:
+        if not source.readers:  # nobody knows of any: the memory is given out again
+            source.write(9)
+    run_the_model(machine)
+    copies.wait()
+    assert [host.value for _, host in done] == list(range(len(done))), at
+    assert machine.current == machine.main
+    return interrupt.came
+
+
+def test_an_interrupt_at_any_line_leaves_true_values_and_no_source_behind(machine) -> None:
+    lines = next(at for at in itertools.count(1) if not interrupted(machine, at))
+    assert lines > 200
+
+
 def test_bytes_on_their_way_are_bounded_by_waits_of_the_device_alone(machine) -> None:
     copies, held = HostCopies(), []
     hosts = [Host(machine) for _ in range(40)]
     for number, host in enumerate(hosts):
         copies.copy(OnDevice(machine, nbytes=30).write(number), into=host)
-        held.append(sum(one.nbytes for group in copies._started for one in group.sources))
+        held.append(sum(one.nbytes for group in copies._started for one, _ in group.values))
     assert max(held) <= 100
-    assert held[-1] == copies._bytes
+    assert held[-1] == copies._held()
     assert machine.waits == 0
     copies.wait()
     assert [host.value for host in hosts] == list(range(40))
-    assert copies._bytes == 0
+    assert copies._held() == 0
 
 
 def test_a_value_on_another_device_leaves_the_current_one_as_it_was(machine) -> None:

@@ -63,6 +63,15 @@ _openings = count()
 Recorder = Callable[[Any, bool], None]
 
 
+class _Place(threading.local):
+    """Where a listener is in a thread: the modules that run there."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self.counts: dict[int, list[Counter[str]]] = {}
+        """How often each operation came in the calls of a module that are on their way, where that is counted."""
+
+
 class Listener:
     """Every operation of a model: which module is running, and what happens in it."""
 
@@ -75,7 +84,7 @@ class Listener:
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
-        self._running: list[nn.Module] = []
+        self._place = _Place()
         self._is_open = False
 
     def opened(self) -> None:
@@ -149,6 +158,10 @@ class Listener:
         _modes.mode.ignore(self)  # an interrupt may have come between the two before
 
     @property
+    def _running(self) -> list[nn.Module]:
+        return self._place.running
+
+    @property
     def depth(self) -> int:
         return len(self._running)
 
@@ -205,7 +218,8 @@ class _Mode(TorchFunctionMode):
             listeners.add(self)
             _torch.turn_on(self)
             return
-        turns = [*self.listeners, listener]
+        # An interrupt may have kept it from being taken away.
+        turns = [*(other for other in self.listeners if other is not listener), listener]
         self.listeners = sorted(turns, key=attrgetter("turn")) if len(turns) > 1 else turns
         self._settle()
 
@@ -238,7 +252,8 @@ class _Mode(TorchFunctionMode):
         kwargs = {} if kwargs is None else kwargs
         if len(self.listeners) == 1 and (record := self.listeners[0].recorder(func)) is not None and not own_work.busy:
             output = func(*args, **kwargs)
-            record(output, getrefcount(output) <= held_by_name)
+            made_here = getrefcount(output) <= held_by_name  # on a line of its own, for arguments are references too
+            record(output, made_here)
             return output
         name = op_name(func)
         if name is None:

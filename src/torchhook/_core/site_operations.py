@@ -50,9 +50,8 @@ class SiteListener(Listener):
         self._names: set[str] = set()
         self._recorded: dict[Callable[..., Any], str] = {}  # functions of these, where nothing is done but to record
         self._heard = False
-        # Where "add(1)" is asked for: how often each operation came in the call of its module that is on its way.
+        # Where "add(1)" is asked for.
         self._counted: set[tuple[int, str]] = set()
-        self._counts: dict[int, list[Counter[str]]] = {}
         self.totals: dict[tuple[int, str], set[int]] = {}
         """How often each of these came in whole calls of its module."""
         self._expected: dict[tuple[int, str], tuple[Site, Collection[int]]] = {}
@@ -96,6 +95,10 @@ class SiteListener(Listener):
         for module in self._modules.values():
             yield module, enter
             yield module, leave
+
+    @property
+    def _counts(self) -> dict[int, list[Counter[str]]]:
+        return self._place.counts
 
     def _begin(self, model: nn.Module) -> None:
         """The model is called, so none of its modules runs: what is there was left by an interrupt."""
@@ -194,10 +197,10 @@ class SiteListener(Listener):
 
     def recorder(self, function: Callable[..., Any]) -> Recorder | None:
         name = self._recorded.get(function)
-        if name is None or not self._running:
+        if name is None or not (running := self._running):
             return None
         module = _torch.innermost_module()
-        if module is not self._running[-1] or sharded.is_moving_weights(module):
+        if module is not running[-1] or sharded.is_moving_weights(module):
             return None
         tap = self._outputs.get((id(module), name))
         if tap is None or not tap.only_records:

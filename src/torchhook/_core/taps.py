@@ -303,9 +303,8 @@ class OperationTap(Tap):
         )
 
     def put(self, value: Any, made_here: bool) -> None:
-        """What ``take`` comes to where it only records; ``made_here`` says that only the running call holds it."""
-        call = next(self.calls)
-        self.ran = call + 1
+        """What ``take`` comes to where it only records; ``made_here`` is for ``Keep.kept``."""
+        self.ran = (call := next(self.calls)) + 1
         self.look(value, call, made_here)
 
     def look(self, value: Any, call: int, made_here: bool = False) -> None:

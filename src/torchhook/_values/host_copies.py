@@ -43,8 +43,9 @@ class _Lane:
         self.unused: list[torch.cuda.Event] = []
         self.known: dict[int, torch.cuda.Stream] = {}
         self.most = torch.cuda.get_device_properties(device).total_memory // _SHARE
+        self._heeds_readers = torch.cuda.get_allocator_backend() in ("native", "cudaMallocAsync")
         self._left: deque[tuple[torch.cuda.Event, int]] = deque()  # events of what is left to it, and bytes
-        self._leaving = threading.RLock()  # as that of HostCopies
+        self._leaving = threading.Lock()
 
     def event(self) -> torch.cuda.Event:
         try:
@@ -65,14 +66,15 @@ class _Lane:
         Their memory is the allocator's then, which gives it out again when the lane has come so far. What was left
         before comes first: a device is never further ahead than by one session.
         """
-        with self._leaving:
+        # Nobody waits here: another thread may be at it, or a session that the garbage collector closes just now.
+        if not self._heeds_readers or not self._leaving.acquire(blocking=False):
+            return False
+        try:
             left = self._left
             while left and left[0][0].query():
                 self.unused.append(left.popleft()[0])
             if nbytes + sum(others for _, others in left) > self.most:
                 return False
-            # Of those that share memory one is enough; then it can be told whether somebody else has it.
-            sources[:] = {start_of(source): source for source in sources}.values()
             if not all(is_only_owner(source) and is_freed_by_torch(source) for source in sources):
                 return False
             for source in sources:
@@ -83,6 +85,8 @@ class _Lane:
             event = self.event()
             event.record(self.stream)
             left.append((event, nbytes))
+        finally:
+            self._leaving.release()
         return True
 
 
@@ -109,21 +113,20 @@ def _wait_for_all() -> None:
 class _Group:
     """Values that one stream has made, and that are copied together."""
 
-    __slots__ = ("done", "into", "is_noted", "lane", "made", "nbytes", "owners", "raw", "sources", "stream")
+    __slots__ = ("done", "is_held", "is_noted", "lane", "made", "nbytes", "owners", "raw", "stream", "values")
 
     def __init__(self, lane: _Lane, raw: int) -> None:
         self.lane, self.raw, self.stream = lane, raw, lane.current(raw)
         self.made, self.done = lane.event(), lane.event()
-        self.nbytes, self.is_noted = 0, False
-        # Held until the copy is done. Once one is dropped, its memory may be given to someone else, or the last owner
-        # of a copy-on-write storage may write to it in place, while the copy still reads it.
-        self.sources: list[Tensor] = []
-        self.into: list[Tensor] = []
+        self.nbytes, self.is_noted, self.is_held = 0, False, True
+        # Sources, and what they are copied into. Held until the copy is done: once a source is dropped, its memory may
+        # be given to someone else, or the last owner of a copy-on-write storage may write to it in place, while the
+        # copy still reads it.
+        self.values: list[tuple[Tensor, Tensor]] = []
         self.owners: list[weakref.ref[Tensor]] = []
 
     def add(self, source: Tensor, into: Tensor, shared_with: Tensor | None) -> None:
-        self.sources.append(source)
-        self.into.append(into)
+        self.values.append((source, into))
         nbytes = source.nbytes
         self.nbytes += nbytes
         # Now, and not when they start: what the model does after the last of them need not be done by then.
@@ -142,12 +145,16 @@ class _Group:
         # Not torch.cuda.stream(): it asks three times which stream and device are current.
         try:
             torch.cuda.set_stream(side)
-            for source, into in zip(self.sources, self.into, strict=True):
+            for source, into in self.values:
                 into.copy_(source, non_blocking=True)
         finally:
-            self.done.record(side)  # after an error, of those before it
-            torch.cuda.set_stream(current)
-        self.into = []
+            try:
+                self.done.record(side)  # after an error, of those before it
+            finally:
+                torch.cuda.set_stream(current)
+
+    def let_go(self) -> None:
+        self.is_held, self.values = False, []
 
     def recycle(self) -> None:
         self.lane.unused += (self.made, self.done)
@@ -165,7 +172,6 @@ class HostCopies:
     def __init__(self) -> None:
         self._next: _Group | None = None
         self._started: deque[_Group] = deque()
-        self._bytes = 0  # held by what was started
         # Not a plain lock: what is freed meanwhile may run a user's code, which may come back here.
         self._lock = threading.RLock()
 
@@ -193,29 +199,36 @@ class HostCopies:
         return into
 
     def _start(self) -> None:
-        """Start what waits to be started."""
-        group, self._next = self._next, None
+        """Start what waits to be started; after an interrupt, again."""
+        group = self._next
         if group is None:
             return
         # Before it starts: should that fail in the middle, what it began is held, and waited for.
-        self._started.append(group)
-        self._bytes += group.nbytes
-        if group.lane.device == torch.cuda.current_device():
-            group.start()
-        else:  # to choose a stream is to choose its device, too
-            with torch.cuda.device(group.lane.device):
+        if not self._started or self._started[-1] is not group:
+            self._started.append(group)
+        try:
+            if group.lane.device == torch.cuda.current_device():
                 group.start()
+            else:  # to choose a stream is to choose its device, too
+                with torch.cuda.device(group.lane.device):
+                    group.start()
+        except Exception:
+            self._next = None
+            raise
+        self._next = None
         self._forget_done()
-        if self._bytes > group.lane.most:
+        if self._held() > group.lane.most:
             # The copies cannot keep up with the model.
             self._let_go(group.lane.most)
 
+    def _held(self) -> int:
+        """Bytes that are held by what was started."""
+        return sum(group.nbytes for group in self._started if group.is_held)
+
     def _forget_done(self) -> None:
         started = self._started
-        while started and started[0].done.query():
-            group = started.popleft()
-            self._bytes -= group.nbytes if group.sources else 0
-            group.recycle()
+        while started and started[0] is not self._next and started[0].done.query():
+            started.popleft().recycle()
 
     def _let_go(self, most: int, *, closing: bool = False) -> None:
         """Hold on to so many bytes at most: the streams that made the others wait for the copies, not the host.
@@ -223,20 +236,19 @@ class HostCopies:
         At the close of a session they need not wait, where the others may be left to the lane.
         """
         groups: list[_Group] = []
+        held = self._held()
         for group in self._started:
-            if self._bytes <= most:
+            if held <= most:
                 break
-            if group.sources:
+            if group.is_held:
                 groups.append(group)
-                self._bytes -= group.nbytes
-        going = [source for group in groups for source in group.sources]
-        for group in groups:
-            group.sources = []
+                held -= group.nbytes
         last = {group.stream: group.done for group in groups}  # copies are done one after the other
-        if not (closing and _leave(groups, going, last)):
+        if not (closing and _leave(groups, last)):
             for stream, done in last.items():
                 stream.wait_event(done)
-        del going  # not before: a freed one could be given out again at once
+        for group in groups:  # not before: a freed source could be given out again at once
+            group.let_go()
 
     def settle(self) -> None:
         """Hold on to no source any more, without waiting."""
@@ -269,8 +281,8 @@ class HostCopies:
             self._forget_done()
 
 
-def _leave(groups: list[_Group], sources: list[Tensor], streams: Iterable[torch.cuda.Stream]) -> bool:
-    """Whether these sources of these groups are left to their lane, which then says what becomes of them."""
+def _leave(groups: list[_Group], streams: Iterable[torch.cuda.Stream]) -> bool:
+    """Whether the sources of these groups are left to their lane, which then says what becomes of them."""
     nbytes = sum(group.nbytes for group in groups)
     # A device waits for a few bytes more quickly than it is told how it need not.
     if nbytes < _TOGETHER // 2 or len({group.lane.device for group in groups}) > 1:
@@ -278,4 +290,8 @@ def _leave(groups: list[_Group], sources: list[Tensor], streams: Iterable[torch.
     # Otherwise a copy would be made of what is shared, only to find that out.
     if any(owner() is not None for group in groups for owner in group.owners):
         return False
-    return groups[0].lane.leave(sources, nbytes, streams)
+    # Of those that share memory the last one is enough; then it can be told whether somebody else has it.
+    last = {start_of(source): source for group in groups for source, _ in group.values}
+    for group in groups:
+        group.values = [(source, into) for source, into in group.values if last[start_of(source)] is source]
+    return groups[0].lane.leave(list(last.values()), nbytes, streams)
