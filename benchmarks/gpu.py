@@ -476,7 +476,7 @@ def big_decoder(bench: Bench) -> Iterator[Row]:
         "bare hooks, .cpu()": bench.bare(model, names, run, to_host),
     }
     work = f"Llama of {count / 1e9:.1f} billion parameters, 8x1024 tokens, {len(names)} blocks"
-    yield from bench.rows(work, run, beside, ours, wrong, rounds=20, times=2, calls=1)
+    yield from bench.rows(work, run, beside, ours, wrong, rounds=40, times=4, calls=1)
     rows = torch.randint(0, 32_000, (sizes.big_rows, sizes.big_tokens[1]))
     # The stopped pass needs no cache either.
     model.config.use_cache = False
