@@ -70,7 +70,8 @@ def capture(
         keep: ``"copy"`` is detached and safe from in-place layers; ``"clone"`` too, and its memory is never shared;
             ``"live"`` is safe and still on the autograd graph; ``"reference"`` is the bare tensor.
         device: Where values are kept; by default where they are. ``"cpu"`` copies from the GPU without making the model
-            wait.
+            wait, nor the next call of it. Reading a value does wait: in a loop, for as little as can be where each
+            recording is read after the next call.
         dtype: Floating-point tensors are cast to this; by default they stay as they are.
         transform: Changes what is kept, not what the model computes: one of ``transforms``, or any function of a value.
             Or a mapping from selectors to these: of two that mean a site its own address counts, and what none means
