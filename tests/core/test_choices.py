@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.models import scripted
 from torchhook._core import choices, generators
 from torchhook._core.index import Index
 from torchhook._core.select import resolve
@@ -305,7 +306,7 @@ def test_a_model_that_comes_to_generate_is_found_although_what_was_chosen_is_els
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torchscript_is_searched_each_time() -> None:
-    net = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    net = scripted(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     first = [str(target.site) for target in resolve(Index(net), "*")]
     assert [str(target.site) for target in resolve(Index(net), "*")] == first == ["0", "1"]
     assert not was_recalled(net, "*")
