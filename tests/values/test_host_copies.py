@@ -379,6 +379,25 @@ def test_a_copy_that_fails_leaves_the_stream_as_it_was(machine) -> None:
     assert (before.value, host.value) == (2, 3)
 
 
+@pytest.mark.parametrize("nbytes", [1, 8, 16])
+def test_a_value_that_comes_while_others_are_started_is_copied_after_it_was_made(machine, nbytes) -> None:
+    """As from a user's code that the garbage collector runs."""
+    copies, late = HostCopies(), Host(machine)
+
+    class Collects(Host):
+        def copy_(self, source: OnDevice, non_blocking: bool) -> None:
+            super().copy_(source, non_blocking)
+            side, machine.current[0] = machine.current[0], machine.main[0]  # it has a stream of its own
+            copies.copy(OnDevice(machine, nbytes=nbytes).write(7), into=late)
+            machine.current[0] = side
+
+    hosts = [Host(machine), Collects(machine)]
+    for number, host in enumerate(hosts):
+        copies.copy(OnDevice(machine).write(number), into=host)
+    copies.wait()
+    assert [host.value for host in (*hosts, late)] == [0, 1, 7]
+
+
 def test_events_are_used_again(machine) -> None:
     for _ in range(10):
         copies = HostCopies()

@@ -110,15 +110,19 @@ def _wait_for_all() -> None:
         copies.wait()
 
 
+_WAITS, _STARTS, _STARTED, _LET_GO = range(4)
+"""How far a group has come."""
+
+
 class _Group:
     """Values that one stream has made, and that are copied together."""
 
-    __slots__ = ("done", "is_held", "is_noted", "lane", "made", "nbytes", "owners", "raw", "stream", "values")
+    __slots__ = ("done", "is_noted", "lane", "made", "nbytes", "owners", "raw", "stage", "stream", "values")
 
     def __init__(self, lane: _Lane, raw: int) -> None:
         self.lane, self.raw, self.stream = lane, raw, lane.current(raw)
         self.made, self.done = lane.event(), lane.event()
-        self.nbytes, self.is_noted, self.is_held = 0, False, True
+        self.nbytes, self.is_noted, self.stage = 0, False, _WAITS
         # Sources, and what they are copied into. Held until the copy is done: once a source is dropped, its memory may
         # be given to someone else, or the last owner of a copy-on-write storage may write to it in place, while the
         # copy still reads it.
@@ -154,7 +158,7 @@ class _Group:
                 torch.cuda.set_stream(current)
 
     def let_go(self) -> None:
-        self.is_held, self.values = False, []
+        self.stage, self.values = _LET_GO, []
 
     def recycle(self) -> None:
         self.lane.unused += (self.made, self.done)
@@ -200,34 +204,38 @@ class HostCopies:
 
     def _start(self) -> None:
         """Start what waits to be started; after an interrupt, again."""
-        group = self._next
-        if group is None:
-            return
         # Before it starts: should that fail in the middle, what it began is held, and waited for.
-        if not self._started or self._started[-1] is not group:
-            self._started.append(group)
-        try:
-            if group.lane.device == torch.cuda.current_device():
-                group.start()
-            else:  # to choose a stream is to choose its device, too
-                with torch.cuda.device(group.lane.device):
+        if self._next is not None and not (self._started and self._started[-1] is self._next):
+            self._started.append(self._next)
+        self._next = (
+            None  # a user's code may run meanwhile, in the place of what is freed: its values are the next ones
+        )
+        waiting = [group for group in self._started if group.stage == _WAITS]
+        for group in waiting:
+            group.stage = _STARTS
+            try:
+                if group.lane.device == torch.cuda.current_device():
                     group.start()
-        except Exception:
-            self._next = None
-            raise
-        self._next = None
-        self._forget_done()
-        if self._held() > group.lane.most:
-            # The copies cannot keep up with the model.
-            self._let_go(group.lane.most)
+                else:  # to choose a stream is to choose its device, too
+                    with torch.cuda.device(group.lane.device):
+                        group.start()
+                group.stage = _STARTED
+            except BaseException as error:
+                group.stage = _STARTED if isinstance(error, Exception) else _WAITS
+                raise
+        if waiting:
+            self._forget_done()
+            if self._held() > (most := waiting[-1].lane.most):
+                # The copies cannot keep up with the model.
+                self._let_go(most)
 
     def _held(self) -> int:
         """Bytes that are held by what was started."""
-        return sum(group.nbytes for group in self._started if group.is_held)
+        return sum(group.nbytes for group in self._started if group.stage != _LET_GO)
 
     def _forget_done(self) -> None:
         started = self._started
-        while started and started[0] is not self._next and started[0].done.query():
+        while started and started[0].stage >= _STARTED and started[0].done.query():
             started.popleft().recycle()
 
     def _let_go(self, most: int, *, closing: bool = False) -> None:
@@ -240,7 +248,7 @@ class HostCopies:
         for group in self._started:
             if held <= most:
                 break
-            if group.is_held:
+            if group.stage == _STARTED:
                 groups.append(group)
                 held -= group.nbytes
         last = {group.stream: group.done for group in groups}  # copies are done one after the other
