@@ -32,7 +32,7 @@ def start_of(tensor: Tensor) -> int:
 def is_only_owner(tensor: Tensor) -> bool:
     """End copy-on-write: whether the memory stayed where it was, since nobody else shares it; no where nobody knows.
 
-    If somebody does, the tensor has moved to a copy of its own.
+    If somebody does, the tensor has moved to a copy of its own. Views are not looked for: a plain tensor stays.
     """
     if _start is None:
         return False
