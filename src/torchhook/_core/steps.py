@@ -21,7 +21,7 @@ from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import caller, graph_task, times_running
+from torchhook._torch import caller, graph_task, times_running, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
 
@@ -67,13 +67,24 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        named = [kwargs[name] for name in TOKENS if name in kwargs]
-        tokens = next((one for one in (*named, *args[:1]) if isinstance(one, Tensor) and one.dim() > 1), None)
-        cache = next((kwargs[name] for name in CACHES if name in kwargs and kwargs[name] is not None), None)
+        # Loops, and no generators: this is asked at each call of the model.
+        rows = width = cache = position = None
+        for name in TOKENS:
+            if name in kwargs and isinstance(one := kwargs[name], Tensor) and len(shape := one.shape) > 1:
+                rows, width = shape[0], shape[1]
+                break
+        else:
+            if args and isinstance(one := args[0], Tensor) and len(shape := one.shape) > 1:
+                rows, width = shape[0], shape[1]
+        for name in CACHES:
+            if name in kwargs and (cache := kwargs[name]) is not None:
+                break
         where = kwargs.get("cache_position")
-        # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
-        position = where.reshape(-1)[0].clone() if isinstance(where, Tensor) and where.numel() else length(cache)
-        rows, width = (None, None) if tokens is None else tokens.shape[:2]
+        if isinstance(where, Tensor) and where.numel():
+            # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
+            position = where.reshape(-1)[0].clone()
+        elif cache is not None:
+            position = length(cache)
         return cls(rows, width, cache, position)
 
 
@@ -92,6 +103,24 @@ def length(cache: Any) -> Any:
     if isinstance(found, Tensor):
         return found.reshape(-1)[0].clone() if found.numel() else None
     return found if isinstance(found, int) else None
+
+
+def _kept(kwargs: dict[str, Any]) -> int | None:
+    """For how many tokens a call asks for logits, if it says so."""
+    for name in _KEPT:
+        if name in kwargs and type(kept := kwargs[name]) is int and kept > 0:
+            return kept
+    return None
+
+
+def _made_by(output: Any) -> Any:
+    """The cache that a call returns, if it returns one."""
+    for name in CACHES:
+        # In the outputs of transformers, what is there is a key too: asking for what is not takes longer.
+        made = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if made is not None:
+            return made
+    return None
 
 
 def _weak(cache: Any) -> ref[Any] | None:
@@ -140,24 +169,29 @@ class Steps:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module that generates is called."""
-        if self._scope not in active.get() or graph_task() != -1 or (self._scope.runs_eagerly and in_trace()):
+        scope = self._scope
+        if scope not in active.get() or (torch_task() != -1 and graph_task() != -1):
+            return
+        if scope.runs_eagerly and in_trace():
             return
         # Asked for by the stack: a pass that was stopped has told nobody of its end.
         if self._running is not None and self._running[0] is not module and times_running(self._running[0]):
             return
-        self.settle()
-        self._open_end = None
+        if self._open_end is not None:
+            self.settle()
+            self._open_end = None
         given, here = Given.of(args, kwargs), generate_frame(module)
-        self._follow(given.cache)
+        if self._trail.cache is not None:
+            self._follow(given.cache)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
         now.rows = given.rows
-        now.kept = next((kept for name in _KEPT if type(kept := kwargs.get(name)) is int and kept > 0), None)
+        now.kept = _kept(kwargs)
+        at = frame = None
         if here is None:
             self._by_cache(now, given)
         else:
             self._by_frame(now, given, here)
-        at = None if here is None else (id(here.frame), here.prefill)
-        frame = None if here is None or given.cache is not None else here.frame
+            at, frame = (id(here.frame), here.prefill), None if given.cache is not None else here.frame
         self._trail = _Trail(now, _weak(given.cache), at, frame, self._trail.counts, self._trail.empty)
         if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
             self._open_end = given.cache, now
@@ -173,19 +207,20 @@ class Steps:
 
     def end(self, module: nn.Module, output: Any) -> None:
         """It has run, or raised."""
-        if self._running is not None and self._running[0] is module:
-            now = self._running[1]
-            trail = self._trail
-            cache = trail.alive
-            if cache is None:  # the first call of a loop makes the cache that the next one is given
-                cache = next((made for name in CACHES if (made := getattr(output, name, None)) is not None), None)
-                trail.cache = _weak(cache)
-            held = length(cache)
-            trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
-            trail.empty = type(held) is int and held == 0
-            now.last = next(self._order)
-            self._running = None
-            leave(now)
+        running = self._running
+        if running is None or running[0] is not module:
+            return
+        now, trail = running[1], self._trail
+        cache = None if trail.cache is None else trail.cache()
+        if cache is None:  # the first call of a loop makes the cache that the next one is given
+            cache = _made_by(output)
+            trail.cache = None if cache is None else _weak(cache)
+        held = None if cache is None else length(cache)
+        trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
+        trail.empty = type(held) is int and held == 0
+        now.last = next(self._order)
+        self._running = None
+        leave(now)
 
     def _follow(self, cache: Any) -> None:
         """Go on where the calls with this cache were, if others came between."""
@@ -240,11 +275,11 @@ class Steps:
 
     def _by_cache(self, now: Pass, given: Given) -> None:
         """A call in a loop of somebody's own: the cache shows where it stands."""
-        before, same = self._trail.before, self._has_cache(given.cache)
         if given.cache is None and given.position is None:
             now.set_position(0)
             now.sequence = self._new_sequence()
             return
+        before, same = self._trail.before, self._has_cache(given.cache)
         # A cache may be given that does not count what it holds, or only the last of it.
         is_told = given.position is not None and (self._trail.counts or not same)
         position = int(given.position) if is_told else None

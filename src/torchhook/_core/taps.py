@@ -340,7 +340,7 @@ class InputTap(Tap):
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
         passing = args[0] if len(args) == 1 and not kwargs else as_value(args, kwargs)
-        if not self.edits and not listeners and not repeated and graph_task() == -1 and not dispatch_modes():
+        if not self.edits and not listeners and not repeated and torch_task() == -1 and not dispatch_modes():
             # What take does then, without the calls: the model is entered this way, and what has gradients to be seen.
             call = next(self.calls)
             self.ran = call + 1

@@ -153,8 +153,9 @@ class Passes:
     def add(self, begun: Pass, *, keep: bool = False) -> None:
         """Note a call; one before it that generated nothing is forgotten, unless it may turn out to have done so."""
         if self._all and self._all[-1].step is None and not keep:
-            self._all.pop()
-        self._all.append(begun)
+            self._all[-1] = begun
+        else:
+            self._all.append(begun)
 
     @property
     def latest(self) -> Pass | None:
