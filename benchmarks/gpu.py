@@ -263,7 +263,7 @@ def gpt_one_token(bench: Bench) -> Iterator[Row]:
     }
     with th.capture(twin, names, max_records=1):
         ours["session held"] = (lambda: twin(**inputs), (1.06, 1.04))
-        yield from bench.rows("GPT-2 medium, one token, 24 blocks", run, beside, ours, wrong, rounds=200)
+        yield from bench.rows("GPT-2 medium, one token, 24 blocks", run, beside, ours, wrong, rounds=200, times=2)
 
 
 def gpt_attention(bench: Bench) -> Iterator[Row]:
