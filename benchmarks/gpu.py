@@ -11,7 +11,6 @@ loop over batches. ``--tiny`` shrinks everything, so that the program itself can
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import sys
 import time
@@ -72,6 +71,10 @@ class Bench:
             note = f"{ratio.seconds * 1e3:.2f} ms" if way == plain_name else ""
             rows.append(Row(work, way, ratio.median, *goals, *counts, note=note, low=ratio.low, high=ratio.high))
         return rows
+
+    def twin(self) -> nn.Module:
+        """One more GPT-2 with the same weights, for what stays open beside the plain one."""
+        return gpt2_medium(self.sizes)[0]
 
     def bare(self, model: nn.Module, names: list[str], run: Run, keep: Callable[[Tensor], Tensor]) -> Run:
         def with_hooks() -> None:
@@ -221,7 +224,7 @@ def gpt_all_modules(bench: Bench) -> Iterator[Row]:
     wrong = judged(model, names, th.capture(model, "**", **idle), run)
     ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, "**", **idle), (1.35, 1.2))}
     ours |= prepared(model, run, names)
-    twin, hooked = copy.deepcopy(model), copy.deepcopy(model)
+    twin, hooked = bench.twin(), bench.twin()
     nothing(hooked, names)
     beside = {
         "hooks that do nothing, held": lambda: hooked(**inputs),
@@ -244,8 +247,7 @@ def gpt_one_token(bench: Bench) -> Iterator[Row]:
     inputs["input_ids"] = inputs["input_ids"][:1, :1]
     names, run = blocks(bench), lambda: model(**inputs)
     wrong = judged(model, names, th.capture(model, names), run)
-    twin = copy.deepcopy(model)
-    bare_twin = copy.deepcopy(model)
+    twin, bare_twin, hooked = bench.twin(), bench.twin(), bench.twin()
     # Hooks that stay would keep every call: what is kept is the newest.
     kept: dict[str, Any] = {}
     for name in names:
@@ -254,7 +256,6 @@ def gpt_one_token(bench: Bench) -> Iterator[Row]:
         )
     ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, names), (1.15, 1.1))}
     ours |= prepared(model, run, names)
-    hooked = copy.deepcopy(model)
     nothing(hooked, names)
     beside = {
         "hooks that do nothing, held": lambda: hooked(**inputs),
@@ -283,7 +284,7 @@ def gpt_attention(bench: Bench) -> Iterator[Row]:
     wrong = count_wrong(lambda site: [v.transpose(1, 2).flatten(2) for v in rec.all(site)], truth)
     for handle in handles:
         handle.remove()
-    twin = copy.deepcopy(model)
+    twin = bench.twin()
     ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, selector), (1.3, 1.1))}
     with th.capture(twin, selector, max_records=1):
         ours["session held"] = (lambda: twin(**inputs), (None, None))
@@ -294,7 +295,7 @@ def gpt_guard(bench: Bench) -> Iterator[Row]:
     model, inputs = gpt2_medium(bench.sizes)
     run = lambda: model(**inputs)  # noqa: E731
     wrong = guard_is_wrong(bench), 2
-    twin = copy.deepcopy(model)
+    twin = bench.twin()
 
     def per_call() -> None:
         with th.guard(model):
@@ -388,7 +389,7 @@ def one_edit(bench: Bench) -> Iterator[Row]:
             return run()
 
     wrong = int(not same(edited().logits, by_hand().logits)), 1
-    twin = copy.deepcopy(model)
+    twin = bench.twin()
     ours: dict[str, tuple[Run, Goals]] = {"th.edit for each call": (edited, (1.02, 1.01))}
     with th.edit(twin, {site: change}):
         ours["th.edit, open"] = (lambda: twin(**inputs), (None, None))
@@ -443,7 +444,7 @@ def compiled_in(bench: Bench, name: str, options: dict[str, Any]) -> Iterator[Ro
     names = STAGES[2:]
     with Bare(model, names) as bare:
         output = model(x)
-    twin = copy.deepcopy(model)
+    twin, _ = resnet50(bench.sizes)
     plain = torch.compile(model, fullgraph=True, **options)
     hooked = th.FeatureLayers(twin, names, attach=True)
     hooked.compile(fullgraph=True, **options)
