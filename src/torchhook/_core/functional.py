@@ -25,7 +25,7 @@ from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
-from torchhook._torch import sharded
+from torchhook._torch import modes_on, sharded, turn_off, turn_on
 from torchhook._torch.hooks import held_by_name
 from torchhook._values import tree
 
@@ -105,7 +105,7 @@ class Listener:
     def enter(self, module: nn.Module) -> None:
         if self._gate.is_foreign():
             return
-        running = self._running
+        running = self._place.running  # and no call for it: this is done for each call of a module
         if running and module is running[0] and _torch.times_running(module) < 2:
             self.unwind(0)  # left by an interrupt, which hooks do not see
         if running:
@@ -120,7 +120,7 @@ class Listener:
         self.enter(model)
 
     def leave(self, module: nn.Module) -> None:
-        running = self._running
+        running = self._place.running
         if not running or (running[-1] is not module and not any(module is other for other in running)):
             return
         if not self._gate.is_foreign():
@@ -213,10 +213,10 @@ class _Mode(TorchFunctionMode):
         """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
-        if not self.listeners and not _torch.modes_on():  # as nearly always: what all that follows comes to then
+        if not self.listeners and not modes_on():  # as nearly always: what all that follows comes to then
             self.listeners, self._ignored = [listener], listener.ignored
             listeners.add(self)
-            _torch.turn_on(self)
+            turn_on(self)
             return
         # An interrupt may have kept it from being taken away.
         turns = [*(other for other in self.listeners if other is not listener), listener]
@@ -226,7 +226,7 @@ class _Mode(TorchFunctionMode):
     def ignore(self, listener: Listener) -> None:
         if len(self.listeners) == 1 and self.listeners[0] is listener:
             self.listeners = []
-            _torch.turn_off(self)
+            turn_off(self)
             listeners.discard(self)
             return
         if listener in self.listeners:
@@ -239,9 +239,9 @@ class _Mode(TorchFunctionMode):
         if self.listeners:
             listeners.add(self)
             if not _torch.mode_is_on(self):
-                _torch.turn_on(self)
+                turn_on(self)
         else:
-            _torch.turn_off(self)
+            turn_off(self)
             listeners.discard(self)
 
     def __torch_function__(

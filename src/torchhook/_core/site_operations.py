@@ -19,7 +19,7 @@ from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._recording.address import Site
-from torchhook._torch import graph_task, sharded
+from torchhook._torch import graph_task, innermost_module, sharded
 from torchhook.errors import SelectorError, SessionError
 
 
@@ -121,7 +121,7 @@ class SiteListener(Listener):
         if name in self._names and not (self._counted or self._inputs or self._changes):
             self._recorded[function] = name
         current = self._running[-1] if self._running else None
-        module = _torch.innermost_module()
+        module = innermost_module()
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
         return current if module is None or id(module) in self._modules else module
 
@@ -197,9 +197,9 @@ class SiteListener(Listener):
 
     def recorder(self, function: Callable[..., Any]) -> Recorder | None:
         name = self._recorded.get(function)
-        if name is None or not (running := self._running):
+        if name is None or not (running := self._place.running):
             return None
-        module = _torch.innermost_module()
+        module = innermost_module()
         if module is not running[-1] or sharded.is_moving_weights(module):
             return None
         tap = self._outputs.get((id(module), name))

@@ -183,7 +183,7 @@ def _frames(depth: int) -> Iterator[tuple[str, FrameType]]:
 def is_moving_weights(module: nn.Module) -> bool:
     """Whether FSDP or accelerate brings weights to a module or takes them away: none of that is the model's doing."""
     # Asked for every operation: the stack is looked at only where either may be at work.
-    if "_hf_hook" not in vars(module) and not ("torch.distributed.fsdp" in sys.modules and are_ranks()):
+    if "_hf_hook" not in module.__dict__ and not ("torch.distributed.fsdp" in sys.modules and are_ranks()):
         return False
     for name, frame in _frames(1):
         if name == "torch.nn.modules.module":
