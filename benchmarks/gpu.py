@@ -288,7 +288,8 @@ def gpt_attention(bench: Bench) -> Iterator[Row]:
     ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, selector), (1.3, 1.1))}
     with th.capture(twin, selector, max_records=1):
         ours["session held"] = (lambda: twin(**inputs), (None, None))
-        yield from bench.rows("GPT-2 medium, h.*.attn/scaled_dot_product_attention", run, {}, ours, wrong)
+        work = "GPT-2 medium, h.*.attn/scaled_dot_product_attention"
+        yield from bench.rows(work, run, {}, ours, wrong, rounds=200, times=2)
 
 
 def gpt_guard(bench: Bench) -> Iterator[Row]:
@@ -393,7 +394,8 @@ def one_edit(bench: Bench) -> Iterator[Row]:
     ours: dict[str, tuple[Run, Goals]] = {"th.edit for each call": (edited, (1.02, 1.01))}
     with th.edit(twin, {site: change}):
         ours["th.edit, open"] = (lambda: twin(**inputs), (None, None))
-        yield from bench.rows("GPT-2 medium, one edit on one block", run, {"bare hook": by_hand}, ours, wrong)
+        work = "GPT-2 medium, one edit on one block"
+        yield from bench.rows(work, run, {"bare hook": by_hand}, ours, wrong, rounds=200, times=2)
 
 
 def early_stop(bench: Bench) -> Iterator[Row]:

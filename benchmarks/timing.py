@@ -34,29 +34,32 @@ def measure(
 ) -> list[dict[str, float]]:
     """Seconds for one call of each contestant, for each round; those without a turn in a round are not in it.
 
+    The first is in every round. Those much slower come when the others are done: a device that has stood still for a
+    second computes the next pass at another speed.
+
     Args:
         contestants: what is compared, by name; each has a turn before anything counts.
-        rounds: how often each has its turn; those ``patience`` times slower than the fastest have every fifth only.
+        rounds: how often each has its turn; those ``patience`` times slower than the fastest have a fifth of them.
         repeat: calls in each turn.
         wait: called before and after each turn; on a GPU, its synchronization.
-        seconds: stop after about so long, once each has had three turns.
+        seconds: stop after about so long, once each has had three turns; those much slower take theirs besides.
         clock: ``time.process_time`` where everything is computed in this process and others disturb it.
     """
     first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
-    slow = {name for name, took in first.items() if took > patience * min(first.values())}
-    for name in set(contestants) - slow if repeat > 1 else ():  # several calls in a row may need more memory than one
+    unit, *others = contestants
+    slow = [name for name in others if first[name] > patience * min(first.values())]
+    quick = [unit, *(name for name in others if name not in slow)]
+    for name in quick if repeat > 1 else ():  # several calls in a row may need more memory than one
         _turn(contestants[name], repeat, wait, clock)
     found: list[dict[str, float]] = []
-    names = list(contestants)
     shuffle = random.Random(0)
     end = time.perf_counter() + (seconds or float("inf"))
-    for number in range(rounds):
-        shuffle.shuffle(names)
-        mine = [name for name in names if name not in slow or number % 5 == 0 or number < 3]
-        times = {name: _turn(contestants[name], 1 if name in slow else repeat, wait, clock) for name in mine}
-        found.append(times)
-        if number >= 2 and time.perf_counter() > end:
-            break
+    for names, turns in ((quick, rounds), ([unit, *slow], max(3, rounds // 5) if slow else 0)):
+        for number in range(turns):
+            shuffle.shuffle(names)
+            found.append({n: _turn(contestants[n], 1 if n in slow else repeat, wait, clock) for n in names})
+            if number >= 2 and time.perf_counter() > end:
+                break
     return found
 
 
