@@ -269,8 +269,7 @@ class Session(Shown):
         if taps.listener is not None:
             attachment.defer(taps.listener.close)
             taps.listener.opened()
-            for module, boundary in taps.listener.boundaries(self.index):
-                attachment.attach(boundary, module)
+            attachment.attach_all(taps.listener.boundaries(self.index))
         counts = own is not None and (self._counts_steps or recording.has_sites)
         counted = steps.around(taps, recording, own, attachment) if counts and own is not None else taps
         attachment.attach_all((*counted, *taps.leaving))

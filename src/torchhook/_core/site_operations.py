@@ -71,7 +71,7 @@ class SiteListener(Listener):
         """
         name = str(site.op)
         self._modules[id(module)] = module
-        plain = _NUMBERED.sub("", name)
+        plain = _NUMBERED.sub("", name) if name.endswith(")") else name
         self._names.add(plain)
         self._paths[id(module), plain] = site.path
         if expected:

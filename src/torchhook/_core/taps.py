@@ -366,11 +366,11 @@ class EnterTap(Tap):
         super().__init__("enter")
         self.function = function
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         self.function(module)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
-        put_before(undo, module, self)
+        put_before(undo, module, self, kwargs=False)
 
 
 class LeaveTap(EnterTap):

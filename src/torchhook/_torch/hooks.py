@@ -176,16 +176,17 @@ def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
         undo.append(leaf.register_hook(hook).remove)
 
 
-def put_before(undo: Undo, module: nn.Module, hook: Hook) -> None:
-    """Call ``hook(module, args, kwargs)`` before the module runs."""
+def put_before(undo: Undo, module: nn.Module, hook: Hook, kwargs: bool = True) -> None:
+    """Call ``hook(module, args, kwargs)`` before the module runs, or ``hook(module, args)``."""
     if is_direct and type(module).register_forward_pre_hook is _BEFORE:
         key = next(_keys, None) or _more_keys()
-        undo.append((marks := module._forward_pre_hooks_with_kwargs, key))
-        marks[key] = True
+        if kwargs:
+            undo.append((marks := module._forward_pre_hooks_with_kwargs, key))
+            marks[key] = True
         undo.append((hooks := module._forward_pre_hooks, key))
         hooks[key] = hook
     else:
-        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        undo.append(module.register_forward_pre_hook(hook, with_kwargs=kwargs).remove)
 
 
 def registered_anywhere() -> int:
