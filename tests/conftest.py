@@ -50,7 +50,7 @@ def _sessions_open() -> int:
     return len(eager_stance._holders)
 
 
-_open_before: int
+_open_before = 0  # a test that is skipped may have no setup, and has a teardown
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

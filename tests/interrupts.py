@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
 import gc
 import random
 import sys
@@ -194,6 +196,22 @@ def traced(on_line: Callable[[str, int], None]) -> Iterator[None]:
         sys.settrace(before)
 
 
+@functools.cache
+def _inlined(file: str) -> frozenset[int]:
+    """Lines of comprehensions that Python runs in the frame around them, as from 3.12 on.
+
+    What a trace function raises there goes past the ends of the blocks around; what a signal raises does not.
+    """
+    if sys.version_info < (3, 12):
+        return frozenset()
+    found = (
+        n
+        for n in ast.walk(ast.parse(Path(file).read_text()))
+        if isinstance(n, (ast.ListComp, ast.SetComp, ast.DictComp))
+    )
+    return frozenset(line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
 def points(scenario: Scenario) -> list[Point]:
     """Every line of the library that is executed in this thread, at its first and its last execution."""
     seen: Counter[tuple[str, int]] = Counter()
@@ -202,7 +220,8 @@ def points(scenario: Scenario) -> list[Point]:
         model, x = fresh()
         with traced(lambda file, line: seen.update([(file, line)])):
             scenario(model, x)
-    return [Point(*place, execution) for place, times in seen.items() for execution in sorted({1, times})]
+    places = [(place, times) for place, times in seen.items() if place[1] not in _inlined(place[0])]
+    return [Point(*place, execution) for place, times in places for execution in sorted({1, times})]
 
 
 def interrupted(scenario: Scenario, point: Point) -> str | None:
