@@ -26,6 +26,7 @@ from torchhook._core.session import Session
 from torchhook._core.targets import Target
 from torchhook._recording.address import Calls, parse
 from torchhook._torch import compiler, cuda_graphs
+from torchhook._torch.hooks import remove_copied
 from torchhook._values import tree
 from torchhook._words import plural
 from torchhook.errors import AmbiguousCallError, ArgumentError, NeverRanError, SelectorError, SessionError
@@ -100,6 +101,7 @@ class Featured(Facade):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._signed = _signed(self.model)
         if self._attached is not None:  # a copy: the hooks of the original are not its own
+            remove_copied(self.model)
             index = Index(self.model)
             self._attached = self._attach(self._targets(index), self._changes(index))
 

@@ -189,6 +189,23 @@ def put_before(undo: Undo, module: nn.Module, hook: Hook, kwargs: bool = True) -
         undo.append(module.register_forward_pre_hook(hook, with_kwargs=kwargs).remove)
 
 
+def remove_copied(model: nn.Module) -> None:
+    """Take away what stands for taps in a model that was copied or unpickled with them on.
+
+    It does nothing; but whoever copied counts it among the hooks, and the compiler of torch 2.6 does not follow it.
+    """
+    inert = contextlib.nullcontext.__exit__
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # it takes none
+            continue
+        after: Any = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
+        before: Any = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        for hooks, *marks in (after, before):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__func__", None) is inert]:
+                for held in (hooks, *marks):
+                    held.pop(key, None)
+
+
 def registered_anywhere() -> int:
     """How many hooks were registered in this process, on anything."""
     return RemovableHandle.next_id - length_hint(_keys)  # less those that were only set aside
