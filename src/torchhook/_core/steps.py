@@ -116,9 +116,7 @@ def _kept(kwargs: dict[str, Any]) -> int | None:
 def _made_by(output: Any) -> Any:
     """The cache that a call returns, if it returns one."""
     for name in CACHES:
-        # In the outputs of transformers, what is there is a key too: asking for what is not takes longer.
-        made = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
-        if made is not None:
+        if (made := getattr(output, name, None)) is not None:
             return made
     return None
 
@@ -211,11 +209,11 @@ class Steps:
         if running is None or running[0] is not module:
             return
         now, trail = running[1], self._trail
-        cache = None if trail.cache is None else trail.cache()
+        cache = trail.alive
         if cache is None:  # the first call of a loop makes the cache that the next one is given
             cache = _made_by(output)
-            trail.cache = None if cache is None else _weak(cache)
-        held = None if cache is None else length(cache)
+            trail.cache = _weak(cache)
+        held = length(cache)
         trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
         trail.empty = type(held) is int and held == 0
         now.last = next(self._order)
