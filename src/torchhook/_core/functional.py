@@ -25,7 +25,7 @@ from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
-from torchhook._torch import modes_on, sharded, turn_off, turn_on
+from torchhook._torch import dispatcher, modes_on, sharded, turn_off, turn_on
 from torchhook._torch.hooks import held_by_name
 from torchhook._values import tree
 
@@ -68,8 +68,12 @@ class _Place(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
+        self.hears_all = True
+        """Whether every function is to be heard of; else those that the dispatcher tells of are all that is wanted."""
         self.counts: dict[int, list[Counter[str]]] = {}
         """How often each operation came in the calls of a module that are on their way, where that is counted."""
+        self.ran: dict[int, int] = {}
+        """How often those of a module had come before its present call, where the dispatcher tells of them."""
 
 
 class Listener:
@@ -83,6 +87,8 @@ class Listener:
         """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
+        self.unheard: set[int] = set()
+        """Modules, by id, that made no call of what was to be told of them, though they had made some before."""
         self._gate = Tap("operations", scope)
         self._place = _Place()
         self._is_open = False
@@ -102,17 +108,23 @@ class Listener:
             yield module, enter
             yield module, leave
 
-    def enter(self, module: nn.Module) -> None:
+    def enter(self, module: nn.Module, hears_all: bool = True) -> None:
+        """A module begins to run. ``hears_all``: every function that it calls has to be heard of."""
         if self._gate.is_foreign():
             return
-        running = self._place.running  # and no call for it: this is done for each call of a module
+        place = self._place
+        running = place.running  # and no call for it: this is done for each call of a module
         if running and module is running[0] and _torch.times_running(module) < 2:
             self.unwind(0)  # left by an interrupt, which hooks do not see
-        if running:
-            running.append(module)
-        else:
+        if not running:
             own_work.busy = 0  # an interrupt may have left it so
             running.append(module)
+            place.hears_all = hears_all
+            _modes.mode.listen(self)
+            return
+        running.append(module)
+        if hears_all and not place.hears_all:
+            place.hears_all = True
             _modes.mode.listen(self)
 
     def enter_running(self, model: nn.Module) -> None:
@@ -162,6 +174,10 @@ class Listener:
         return self._place.running
 
     @property
+    def hears_all(self) -> bool:
+        return self._place.hears_all
+
+    @property
     def depth(self) -> int:
         return len(self._running)
 
@@ -173,9 +189,15 @@ class Listener:
         """The module in which a call happens that is to be heard of."""
         return self._running[-1] if self._running else None
 
-    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
-        """Takes what a call returns, and whether it is new, where nothing else is to be done about that call."""
+    def recorder(self, function: Callable[..., Any], is_plain: bool) -> Recorder | None:
+        """Takes what a call returns, and whether it is new, where nothing else is to be done about that call.
+
+        ``is_plain`` says that none of its arguments is of a class that has a say in what is done.
+        """
         return None
+
+    def heard_plain(self, name: str, module: nn.Module) -> None:
+        """A call with such arguments was heard in a module."""
 
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,7 +224,10 @@ def unwind(depths: Mapping[int, int]) -> None:
 
 class _Mode(TorchFunctionMode):
     """One for each thread, shared by all sessions. Whether it is on is read off torch's own stack, never remembered: an
-    interrupt may come between any two lines."""
+    interrupt may come between any two lines.
+
+    Where all that anybody wants to hear of is what the dispatcher tells of, it stays off, and is called by that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +241,10 @@ class _Mode(TorchFunctionMode):
         if not self.listeners and not modes_on():  # as nearly always: what all that follows comes to then
             self.listeners, self._ignored = [listener], listener.ignored
             listeners.add(self)
-            turn_on(self)
+            if listener.hears_all:
+                turn_on(self)
+            else:
+                dispatcher.turn_on(self.__torch_function__)
             return
         # An interrupt may have kept it from being taken away.
         turns = [*(other for other in self.listeners if other is not listener), listener]
@@ -226,7 +254,9 @@ class _Mode(TorchFunctionMode):
     def ignore(self, listener: Listener) -> None:
         if len(self.listeners) == 1 and self.listeners[0] is listener:
             self.listeners = []
-            turn_off(self)
+            if modes_on():
+                turn_off(self)
+            dispatcher.turn_off()
             listeners.discard(self)
             return
         if listener in self.listeners:
@@ -234,15 +264,23 @@ class _Mode(TorchFunctionMode):
         self._settle()
 
     def _settle(self) -> None:
-        """On while anybody listens, and off otherwise."""
+        """On while anybody listens, and off otherwise; never in both ways, or each call would be heard twice."""
         self._ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
-        if self.listeners:
-            listeners.add(self)
-            if not _torch.mode_is_on(self):
+        if not self.listeners:
+            turn_off(self)
+            dispatcher.turn_off()
+            listeners.discard(self)
+            return
+        listeners.add(self)
+        is_on = _torch.mode_is_on(self)
+        # Another mode may have a say in what is called, and those that hear of all come before who hears of one.
+        if modes_on() > is_on or any(listener.hears_all for listener in self.listeners):
+            dispatcher.turn_off()
+            if not is_on:
                 turn_on(self)
         else:
             turn_off(self)
-            listeners.discard(self)
+            dispatcher.turn_on(self.__torch_function__)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -250,7 +288,11 @@ class _Mode(TorchFunctionMode):
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {} if kwargs is None else kwargs
-        if len(self.listeners) == 1 and (record := self.listeners[0].recorder(func)) is not None and not own_work.busy:
+        if (
+            len(self.listeners) == 1
+            and (record := self.listeners[0].recorder(func, not types)) is not None
+            and not own_work.busy
+        ):
             output = func(*args, **kwargs)
             made_here = getrefcount(output) <= held_by_name  # on a line of its own, for arguments are references too
             record(output, made_here)
@@ -268,6 +310,8 @@ class _Mode(TorchFunctionMode):
         if not heard or sharded.is_moving_weights(heard[0][1]):
             return func(*args, **kwargs)
         for listener, module in heard:
+            if not types:
+                listener.heard_plain(name, module)
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)
         self.made_here = getrefcount(output) <= held_by_name  # here, where it is known how many hold it

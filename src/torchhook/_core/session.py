@@ -271,7 +271,7 @@ class Session(Shown):
             taps.listener.opened()
             attachment.attach_all(taps.listener.boundaries(self.index))
         counts = own is not None and (self._counts_steps or recording.has_sites)
-        counted = steps.around(taps, recording, own, attachment) if counts and own is not None else taps
+        counted = steps.around(taps, recording, own, attachment, self._counts_steps) if counts and own else taps
         attachment.attach_all((*counted, *taps.leaving))
         if taps.parameters:
             gradients = ParameterGradients(Homes(self.index), self.gathers, self.reduced)

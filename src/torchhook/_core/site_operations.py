@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
@@ -17,9 +18,11 @@ from torchhook._core.functional import Listener, Recorder, made_here
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
+from torchhook._core.taps import CallTap, EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._recording.address import Site
-from torchhook._torch import graph_task, innermost_module, sharded
+from torchhook._torch import dispatcher, graph_task, innermost_module, sharded
+from torchhook._values.by_identity import ByIdentity
+from torchhook._values.wrappers import ORDINARY
 from torchhook.errors import SelectorError, SessionError
 
 
@@ -57,12 +60,21 @@ class SiteListener(Listener):
         self._expected: dict[tuple[int, str], tuple[Site, Collection[int]]] = {}
         self._paths: dict[tuple[int, str], str] = {}
         self._changes = False
+        self._may_be_told = False
+        """Whether the dispatcher tells of all that it wants to hear, where arguments are plain."""
+        self._told: dict[int, OperationTap] = {}
+        """Where they were, in the calls so far: by the id of the module."""
         self._followed: WeakSet[Any] = WeakSet()
 
     def opened(self) -> None:
         super().opened()
         self._changes = any(tap.edits or tap.aliases for tap in self.taps())
         self._recorded = {}
+        only_looks = not (self._counted or self._inputs or self._changes)
+        self._may_be_told = only_looks and dispatcher.can_tell(self._names)
+        if self._may_be_told:
+            taps = self._outputs.items()
+            self._told = {key: tap for (key, _), tap in taps if _plain.get(self._modules[key]) is not None}
 
     def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> OperationTap:
         """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
@@ -86,8 +98,10 @@ class SiteListener(Listener):
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         if self._counted or self._changes:
-            enter = EnterTap(self.enter)
+            enter: EnterTap | CallTap = EnterTap(self.enter)
             leave: LeaveTap = _WholeTap(self.leave, self._finish)
+        elif self._may_be_told:
+            enter, leave = CallTap(self._enter_called), LeaveTap(self._leave_called)
         else:  # what these come to then, without the calls
             enter, leave = EnterTap(super().enter), LeaveTap(super().leave)
         if id(index.root) not in self._modules:
@@ -125,7 +139,29 @@ class SiteListener(Listener):
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
         return current if module is None or id(module) in self._modules else module
 
-    def enter(self, module: nn.Module) -> None:
+    def _enter_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As ``enter``, where the dispatcher may tell of all that is wanted.
+
+        It does not hear of a call that a class of tensors makes in its own way. So a mode listens until it has heard
+        a module make one with plain tensors, and whenever the module is given others.
+        """
+        tap = self._told.get(key := id(module))
+        if tap is None or _has_a_say(args) or _has_a_say(kwargs.values()):
+            super().enter(module)
+            return
+        self._place.ran[key] = tap.ran
+        super().enter(module, False)
+
+    def _leave_called(self, module: nn.Module) -> None:
+        before = self._place.ran.pop(key := id(module), -1)
+        if before >= 0 and (tap := self._told.get(key)) is not None and tap.ran == before:
+            # It calls something else now, or in another way.
+            _plain.forget(module)
+            del self._told[key]
+            self.unheard.add(key)
+        super().leave(module)
+
+    def enter(self, module: nn.Module, hears_all: bool = True) -> None:
         super().enter(module)
         if self._changes and graph_task() == -1:
             self._gate.note_segments(0)  # which may be recomputed on a thread of autograd's
@@ -195,7 +231,7 @@ class SiteListener(Listener):
                 args, kwargs = as_arguments(value)
         return args, kwargs
 
-    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
+    def recorder(self, function: Callable[..., Any], is_plain: bool) -> Recorder | None:
         name = self._recorded.get(function)
         if name is None or not (running := self._place.running):
             return None
@@ -206,7 +242,14 @@ class SiteListener(Listener):
         if tap is None or not tap.only_records:
             return None
         self._heard = True
+        if is_plain and self._may_be_told:
+            self.heard_plain(name, module)
         return tap.put
+
+    def heard_plain(self, name: str, module: nn.Module) -> None:
+        if self._may_be_told and (tap := self._outputs.get((id(module), name))) is not None:
+            _plain[module] = True
+            self._told[id(module)] = tap
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = None if self._counted else self._outputs.get((id(module), name))
@@ -238,5 +281,19 @@ class SiteListener(Listener):
             return output.copy_(value)
         return value
 
+
+# What most modules are called with.
+_NO_SAY = frozenset({*ORDINARY, type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+def _has_a_say(arguments: Collection[Any]) -> bool:
+    """Whether some of them are tensors of a class that may make calls in its own way."""
+    if _NO_SAY.issuperset(map(type, arguments)):
+        return False
+    return any(isinstance(one, Tensor) and type(one) not in ORDINARY for one in arguments)
+
+
+_plain: ByIdentity[bool] = ByIdentity()
+"""Modules whose operations were heard with plain tensors, and so can be told by the dispatcher from then on."""
 
 _NUMBERED = re.compile(r"\([0-9]+\)$")

@@ -9,123 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
-from torchhook._core.generators import CACHES, TOKENS, generators
+from torchhook._core.generators import generators
+from torchhook._core.given_tokens import GenerateFrame, Given, generate_frame, kept, length, made_by, weak
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
 from torchhook._core.scope import Scope, active
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
 from torchhook._recording.steps import Pass, enter, leave
-from torchhook._torch import caller, graph_task, times_running, torch_task
+from torchhook._torch import graph_task, times_running, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, put_before
-
-_KEPT = ("logits_to_keep", "num_logits_to_keep")
-
-
-class GenerateFrame(NamedTuple):
-    """The frame of a ``generate`` that calls the model, and which part of it does."""
-
-    frame: FrameType
-    prefill: bool
-    beams: bool
-
-
-def generate_frame(module: nn.Module) -> GenerateFrame | None:
-    """The ``generate`` that calls a module, if one does: the module's own, or the nearest."""
-    found, prefill, beams = None, False, False
-    above = caller(1)
-    # Not by frames: this is asked at each call of the model, and goes through all of them.
-    while above is not None:
-        frame, above = above, above.f_back
-        name = frame.f_code.co_name
-        if name == "generate":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module) and (found is None or owner is module):
-                # The outermost of its own: a model that drafts for itself calls it once more inside.
-                found = GenerateFrame(frame, prefill, beams)
-                prefill = False
-        elif "prefill" in name:
-            prefill = True
-        elif "beam" in name:
-            beams = True
-    return found
-
-
-class Given(NamedTuple):
-    """What a call tells of the sequence."""
-
-    rows: int | None
-    tokens: int | None
-    cache: Any
-    position: Any
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        # Loops, and no generators: this is asked at each call of the model.
-        rows = width = cache = position = None
-        for name in TOKENS:
-            if name in kwargs and isinstance(one := kwargs[name], Tensor) and len(shape := one.shape) > 1:
-                rows, width = shape[0], shape[1]
-                break
-        else:
-            if args and isinstance(one := args[0], Tensor) and len(shape := one.shape) > 1:
-                rows, width = shape[0], shape[1]
-        for name in CACHES:
-            if name in kwargs and (cache := kwargs[name]) is not None:
-                break
-        where = kwargs.get("cache_position")
-        if isinstance(where, Tensor) and where.numel():
-            # A copy of one number: the model may count on in the same memory, and a GPU is not waited for here.
-            position = where.reshape(-1)[0].clone()
-        elif cache is not None:
-            position = length(cache)
-        return cls(rows, width, cache, position)
-
-
-def length(cache: Any) -> Any:
-    """How many tokens a cache holds; ``None`` where it does not say, as those of state space models."""
-    if cache is None:
-        return None
-    if isinstance(cache, (tuple, list)):  # of layers, each with its keys and values: batch × heads × tokens × channels
-        layer = cache[0] if cache else None
-        keys = layer[0] if isinstance(layer, (tuple, list)) and layer else None
-        return keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else None
-    try:
-        found = cache.get_seq_length()
-    except Exception:  # a stranger's cache, and the user's model goes on whatever it says
-        return None
-    if isinstance(found, Tensor):
-        return found.reshape(-1)[0].clone() if found.numel() else None
-    return found if isinstance(found, int) else None
-
-
-def _kept(kwargs: dict[str, Any]) -> int | None:
-    """For how many tokens a call asks for logits, if it says so."""
-    for name in _KEPT:
-        if name in kwargs and type(kept := kwargs[name]) is int and kept > 0:
-            return kept
-    return None
-
-
-def _made_by(output: Any) -> Any:
-    """The cache that a call returns, if it returns one."""
-    for name in CACHES:
-        if (made := getattr(output, name, None)) is not None:
-            return made
-    return None
-
-
-def _weak(cache: Any) -> ref[Any] | None:
-    try:
-        return None if cache is None else ref(cache)
-    except TypeError:  # a tuple
-        return None
 
 
 @dataclasses.dataclass(slots=True)
@@ -153,7 +52,9 @@ class _Trail:
 class Steps:
     """Counts the calls of a session's model, and tells its recording."""
 
-    def __init__(self, recording: Recording, scope: Scope) -> None:
+    def __init__(self, recording: Recording, scope: Scope, is_asked: bool) -> None:
+        """``is_asked`` says that others may ask, while a call is under way, which step it is."""
+        self._is_asked = is_asked
         self._passes, self._order = recording.passes, recording.order
         self._recording = ref(recording)  # it asks this before it is read, and must go when it is dropped
         self._scope = scope
@@ -178,21 +79,17 @@ class Steps:
         if self._open_end is not None:
             self.settle()
             self._open_end = None
-        given, here = Given.of(args, kwargs), generate_frame(module)
-        if self._trail.cache is not None:
-            self._follow(given.cache)
+        trail, given, here = self._trail, Given.of(args, kwargs), generate_frame(module)
         now = Pass(next(self._order), position=given.position, tokens=given.tokens)
         now.rows = given.rows
-        now.kept = _kept(kwargs)
-        at = frame = None
-        if here is None:
-            self._by_cache(now, given)
+        now.kept = kept(kwargs)
+        if here is None and given.cache is None and trail.cache is None and given.position is None:
+            # As most calls are: nothing is generated. What _follow and _by_cache come to then, without the calls.
+            now.set_position(0)
+            self._sequences = now.sequence = self._sequences + 1
+            trail.before, trail.called_from, trail.frame = now, None, None
         else:
-            self._by_frame(now, given, here)
-            at, frame = (id(here.frame), here.prefill), None if given.cache is not None else here.frame
-        self._trail = _Trail(now, _weak(given.cache), at, frame, self._trail.counts, self._trail.empty)
-        if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
-            self._open_end = given.cache, now
+            self._go_on(now, given, here)
         # One that generated nothing yet may be the beginning of what its cache goes on with.
         others = self._others
         self._passes.add(now, keep=bool(others) and any(other.before is self._passes.latest for other in others))
@@ -201,7 +98,22 @@ class Steps:
                 recording.trim_passes()
             self._trim_at = 2 * len(self._passes) + 1024
         self._running = module, now
-        enter(now)
+        if self._is_asked:
+            enter(now)
+
+    def _go_on(self, now: Pass, given: Given, here: GenerateFrame | None) -> None:
+        """Find the place of a call among those before it."""
+        if self._trail.cache is not None:
+            self._follow(given.cache)
+        at = frame = None
+        if here is None:
+            self._by_cache(now, given)
+        else:
+            self._by_frame(now, given, here)
+            at, frame = (id(here.frame), here.prefill), None if given.cache is not None else here.frame
+        self._trail = _Trail(now, weak(given.cache), at, frame, self._trail.counts, self._trail.empty)
+        if given.tokens != 1 and now.step is not None and self._trail.cache is not None:
+            self._open_end = given.cache, now
 
     def end(self, module: nn.Module, output: Any) -> None:
         """It has run, or raised."""
@@ -209,16 +121,20 @@ class Steps:
         if running is None or running[0] is not module:
             return
         now, trail = running[1], self._trail
-        cache = trail.alive
-        if cache is None:  # the first call of a loop makes the cache that the next one is given
-            cache = _made_by(output)
-            trail.cache = _weak(cache)
-        held = length(cache)
-        trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
-        trail.empty = type(held) is int and held == 0
+        # The first call of a loop makes the cache that the next one is given.
+        cache = None if trail.cache is None else trail.cache()
+        if cache is None and (cache := made_by(output)) is not None:
+            trail.cache = weak(cache)
+        if cache is None:
+            trail.cache, trail.counts, trail.empty = None, True, False
+        else:
+            held = length(cache)
+            trail.counts = held is None or isinstance(held, Tensor) or held == _counted(now)
+            trail.empty = type(held) is int and held == 0
         now.last = next(self._order)
         self._running = None
-        leave(now)
+        if self._is_asked:
+            leave(now)
 
     def _follow(self, cache: Any) -> None:
         """Go on where the calls with this cache were, if others came between."""
@@ -269,7 +185,7 @@ class Steps:
             return False
         if here.prefill and not trail.called_from[1]:
             return False
-        return trail.cache is None or trail.alive is given.cache or _weak(given.cache) is None
+        return trail.cache is None or trail.alive is given.cache or weak(given.cache) is None
 
     def _by_cache(self, now: Pass, given: Given) -> None:
         """A call in a loop of somebody's own: the cache shows where it stands."""
@@ -283,7 +199,7 @@ class Steps:
         position = int(given.position) if is_told else None
         now.set_position(position)
         # By its length alone only where the one before is not there to be asked.
-        other = self._trail.alive is not None and _weak(given.cache) is not None
+        other = self._trail.alive is not None and weak(given.cache) is not None
         follows = not other and position is not None and position > 0 and _counted(before) == position
         if before is None or position == 0 or not (same or follows):
             now.step, now.sequence = 0, self._new_sequence()
@@ -363,20 +279,25 @@ Attached = tuple[nn.Module, Attachable]
 """A module, and what goes on it."""
 
 
-def around(taps: Taps, recording: Recording, scope: Scope, attachment: Attachment) -> Iterable[Attached]:
+def around(
+    taps: Taps, recording: Recording, scope: Scope, attachment: Attachment, is_asked: bool
+) -> Iterable[Attached]:
     """The taps of a session; where its model may generate, between those that say where a step begins and ends."""
     modules = generators(taps.index)
     if not modules:
         return taps
-    begin, end = counted(modules, recording, scope, attachment)
+    begin, end = counted(modules, recording, scope, attachment, is_asked)
     return [*begin, *taps, *end]
 
 
 def counted(
-    modules: list[nn.Module], recording: Recording, scope: Scope, attachment: Attachment
+    modules: list[nn.Module], recording: Recording, scope: Scope, attachment: Attachment, is_asked: bool = False
 ) -> tuple[list[Attached], list[Attached]]:
-    """What says where a step of ``modules`` begins, and where it ends: the taps of a session go between the two."""
-    steps = Steps(recording, scope)
+    """What says where a step of ``modules`` begins, and where it ends: the taps of a session go between the two.
+
+    ``is_asked``: as of ``Steps``.
+    """
+    steps = Steps(recording, scope, is_asked)
     attachment.defer(steps.close)
     recording.wait_with(steps.settle)
     begin, end = _Enter(steps), _Leave(steps)
