@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from torchhook._core.index import Index, Step, unwrapped, within
+from torchhook._values.by_identity import ByIdentity
 
 CACHES = ("past_key_values", "cache_params", "past_key_value", "past")
 TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -94,23 +94,16 @@ def holds_few(module: nn.Module) -> bool:
 
 
 _NEITHER = (False, False)
-_known: dict[int, tuple[weakref.ref[type[nn.Module]], tuple[bool, bool]]] = {}
+_known: ByIdentity[tuple[bool, bool]] = ByIdentity()
 """By class, and remembered: this is asked whenever a session opens. Not held, for a class may know its model."""
 
 
 def _means(kind: type[nn.Module]) -> tuple[bool, bool]:
     """Whether modules of a class generate, and whether they take tokens and a cache."""
-    key = id(kind)
-    found = _known.get(key)
-    if found is None or found[0]() is not kind:
-        found = weakref.ref(kind, lambda gone: _forget(key, gone)), (_generates(kind), _takes_cache(kind))
-        _known[key] = found
-    return found[1]
-
-
-def _forget(key: int, gone: weakref.ref[type[nn.Module]]) -> None:
-    if key in _known and _known[key][0] is gone:  # the id may be another class's by now
-        _known.pop(key, None)
+    found = _known.get(kind)
+    if found is None:
+        found = _known[kind] = _generates(kind), _takes_cache(kind)
+    return found
 
 
 def _generates(kind: type[nn.Module]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
@@ -19,6 +18,7 @@ from torchhook._core.index import is_script
 from torchhook._core.scope import Scope, active
 from torchhook._torch import compiler
 from torchhook._torch.hooks import Undo, put_always, put_on_leaf, registered_anywhere
+from torchhook._values.by_identity import ByIdentity
 from torchhook.errors import CompiledWarning, SessionError, warn
 
 
@@ -266,16 +266,15 @@ class _EagerStance:
         self._scopes: frozenset[Scope | None] = frozenset()
         self._restore: Callable[[], None] | None = None
         self.said = False
-        self._looked_at: dict[int, weakref.ref[nn.Module]] = {}
+        self._looked_at: ByIdentity[bool] = ByIdentity()
 
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
-        # By id: a user's class may have no hash. The parts of a large model are looked at once, not at each opening.
-        known = self._looked_at.get(id(model))
+        # The parts of a large model are looked at once, not at each opening.
         parts: Iterable[nn.Module] = [model]
-        if known is None or known() is not model:
-            key, parts = id(model), model.modules()
-            self._looked_at[key] = weakref.ref(model, lambda gone: self._forget(key, gone))
+        if self._looked_at.get(model) is None:
+            self._looked_at[model] = True
+            parts = model.modules()
         if any(map(compiler.is_compiled, parts)):
             self.said = True
             warn(
@@ -283,10 +282,6 @@ class _EagerStance:
                 "For compiled speed, compile th.FeatureLayers(model, names, attach=True) instead. This is said once.",
                 CompiledWarning,
             )
-
-    def _forget(self, key: int, gone: weakref.ref[nn.Module]) -> None:
-        if self._looked_at.get(key) is gone:  # the id may be another model's by now
-            self._looked_at.pop(key, None)
 
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""

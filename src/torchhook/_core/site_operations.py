@@ -18,12 +18,27 @@ from torchhook._core.functional import Listener, Recorder, made_here
 from torchhook._core.hooks import Attachable
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
-from torchhook._core.taps import CallTap, EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
+from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._recording.address import Site
 from torchhook._torch import dispatcher, graph_task, innermost_module, sharded
+from torchhook._torch.hooks import Undo, put_before
 from torchhook._values.by_identity import ByIdentity
 from torchhook._values.wrappers import ORDINARY
 from torchhook.errors import SelectorError, SessionError
+
+
+class _CallTap(Tap):
+    """Says how a module is called."""
+
+    def __init__(self, function: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__("call")
+        self.function = function
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self.function(module, args, kwargs or {})
+
+    def attach(self, undo: Undo, module: nn.Module) -> None:
+        put_before(undo, module, self)
 
 
 class _WholeTap(LeaveTap):
@@ -98,10 +113,10 @@ class SiteListener(Listener):
 
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         if self._counted or self._changes:
-            enter: EnterTap | CallTap = EnterTap(self.enter)
+            enter: EnterTap | _CallTap = EnterTap(self.enter)
             leave: LeaveTap = _WholeTap(self.leave, self._finish)
         elif self._may_be_told:
-            enter, leave = CallTap(self._enter_called), LeaveTap(self._leave_called)
+            enter, leave = _CallTap(self._enter_called), LeaveTap(self._leave_called)
         else:  # what these come to then, without the calls
             enter, leave = EnterTap(super().enter), LeaveTap(super().leave)
         if id(index.root) not in self._modules:

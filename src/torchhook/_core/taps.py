@@ -373,20 +373,6 @@ class EnterTap(Tap):
         put_before(undo, module, self, kwargs=False)
 
 
-class CallTap(Tap):
-    """Says how a module is called."""
-
-    def __init__(self, function: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__("call")
-        self.function = function
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self.function(module, args, kwargs or {})
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        put_before(undo, module, self)
-
-
 class LeaveTap(EnterTap):
     """Says when a module has run, also when it raised; first of all hooks, so that the others run outside of it."""
 
