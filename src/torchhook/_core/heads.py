@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -46,9 +45,25 @@ _FUSED_CALL = "scaled_dot_product_attention"
 _KEYS_AND_VALUES = ("args.1", "args.2", "kwargs.key", "kwargs.value")
 
 
-def heads_at(index: Index, target: Target) -> Callable[[], KnownHeads]:
+class HeadsAt:
     """Asks for what is known of the heads at a target, once; most edits and transforms never do."""
-    return functools.cache(lambda: known_heads(index, target))
+
+    # As functools.cache, which takes longer to make than an edit to be placed.
+    __slots__ = ("_ask", "_found")
+
+    def __init__(self, ask: Callable[[], KnownHeads]) -> None:
+        self._ask = ask
+        self._found: KnownHeads | None = None
+
+    def __call__(self) -> KnownHeads:
+        if self._found is None:
+            self._found = self._ask()
+        return self._found
+
+
+def heads_at(index: Index, target: Target) -> HeadsAt:
+    """What asks for them by the names of the modules alone."""
+    return HeadsAt(lambda: known_heads(index, target))
 
 
 def known_heads(index: Index, target: Target) -> KnownHeads:

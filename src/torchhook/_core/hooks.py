@@ -271,11 +271,12 @@ class _EagerStance:
     def say_once(self, model: nn.Module) -> None:
         """Say, once in a process, which way a compiled model goes: it is right, and slower than it was."""
         # The parts of a large model are looked at once, not at each opening.
-        parts: Iterable[nn.Module] = [model]
-        if self._looked_at.get(model) is None:
+        if self._looked_at.get(model) is not None:
+            is_compiled = compiler.is_compiled(model)
+        else:
             self._looked_at[model] = True
-            parts = model.modules()
-        if any(map(compiler.is_compiled, parts)):
+            is_compiled = any(map(compiler.is_compiled, model.modules()))
+        if is_compiled:
             self.said = True
             warn(
                 "this model is compiled, and runs eagerly while a session is open: compiled code ignores its hooks. "
@@ -286,7 +287,7 @@ class _EagerStance:
     def hold_for(self, attachment: Attachment, scope: Scope | None) -> None:
         """Force eager until the hooks of ``attachment`` go."""
         attachment.undo.append(functools.partial(self.release, attachment))
-        self.hold(attachment, scope)
+        self._hold(attachment, scope)
 
     def hold(self, holder: object | None = None, scope: Scope | None = None) -> Callable[[], None]:
         """Force eager until the returned function is called, or ``release`` with the same ``holder``.
@@ -295,14 +296,17 @@ class _EagerStance:
         """
         holder = object() if holder is None else holder
         if compiler.compiler_is_loaded():
-            with self._turn:
-                self._holders[holder] = scope
-                self._settle()
-            if scope is not None:
-                scope.runs_eagerly = True
-            # Nobody begins from here on; who has begun would find hooks in the model that were not there before.
-            compiler.wait_for_compiling()
+            self._hold(holder, scope)
         return lambda: self.release(holder)
+
+    def _hold(self, holder: object, scope: Scope | None) -> None:
+        with self._turn:
+            self._holders[holder] = scope
+            self._settle()
+        if scope is not None:
+            scope.runs_eagerly = True
+        # Nobody begins from here on; who has begun would find hooks in the model that were not there before.
+        compiler.wait_for_compiling()
 
     def release(self, holder: object) -> None:
         if holder in self._holders or self._restore is not None:
@@ -337,7 +341,8 @@ def may_be_compiled(model: nn.Module) -> bool:
     """Whether a session that is about to open has to hold the compiler off; it is refused inside compiled code."""
     if not compiler.compiler_is_loaded() and not compiler.in_trace():  # as most of the time
         return False
-    refuse_compiled_code()
+    if compiler.in_compiled_code():  # as refuse_compiled_code, which is seldom called for
+        refuse_compiled_code()
     if not eager_stance.said:
         eager_stance.say_once(model)
     return True

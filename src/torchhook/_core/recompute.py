@@ -7,6 +7,7 @@ another is made anew whenever that one is recomputed, so a call is noted for eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 from weakref import ref
@@ -22,6 +23,12 @@ _MARK = "_torchhook_segment"  # on an object that goes with the graph: its id ma
 _tokens = count()
 
 
+def segments_around() -> Sequence[Any]:
+    """The segments around the running code that run for the first time; mostly there are none."""
+    # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
+    return () if torch.is_grad_enabled() and _torch.saved_tensor_hooks() is None else _torch.segments()[1]
+
+
 class Segments:
     """Which calls of one tap belong to which checkpointed segment."""
 
@@ -34,11 +41,8 @@ class Segments:
         self._again: tuple[int | None, int, int] = (None, -1, 0)
 
     def note(self, call: int) -> None:
-        """Remember the segment of a call that runs for the first time."""
-        # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
-        if torch.is_grad_enabled() and _torch.saved_tensor_hooks() is None:
-            return
-        for segment in _torch.segments()[1]:
+        """Remember the segments of a call that runs for the first time."""
+        for segment in segments_around():
             self._note(segment, call)
 
     @property

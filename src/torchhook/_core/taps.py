@@ -15,14 +15,14 @@ from itertools import count
 from sys import getrefcount
 from typing import Any
 
-from torch import is_grad_enabled, nn
+from torch import nn
 
 from torchhook._core.hooks import after_call_always
 from torchhook._core.keep import Keep
-from torchhook._core.recompute import Segments
+from torchhook._core.recompute import Segments, segments_around
 from torchhook._core.scope import UNSEEN, Scope, active
 from torchhook._recording.records import Rows
-from torchhook._torch import dispatch_modes, graph_task, kept_out, out_of_checkpoints, saved_tensor_hooks, torch_task
+from torchhook._torch import dispatch_modes, graph_task, kept_out, out_of_checkpoints, torch_task
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import Undo, held_by_call, put_after, put_before
 from torchhook._values.tree import Inputs
@@ -142,9 +142,8 @@ class Tap:
             return self._take(value, source)
 
     def note_segments(self, call: int) -> None:
-        """Remember the checkpointed segments around a call, which may run again; mostly there are none."""
-        # Every checkpoint runs without gradients, or with hooks on what autograd saves: nothing else is looked at.
-        if not is_grad_enabled() or saved_tensor_hooks() is not None:
+        """Remember the checkpointed segments around a call, which may run again."""
+        if segments_around():  # mostly there are none
             self.segments.note(call)
 
     def _take(self, value: Any, source: Any) -> Any:
@@ -197,22 +196,23 @@ class OutputTap(Tap):
     """A forward hook."""
 
     _only_looks = False
-    _edits = True
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         scope = self.scope
         if (scope is None or (scope.runs_eagerly and in_trace()) or scope not in active.get()) and self.is_foreign():
             return None
-        if not self._edits and not listeners and not repeated and graph_task() == -1 and not dispatch_modes():
-            # What take does then, without the call: this runs once for every captured layer.
+        if not listeners and not repeated and graph_task() == -1 and not dispatch_modes():
+            # What take does then, without the calls: this runs once for every captured layer.
             call = next(self.calls)
             self.ran = call + 1
             if self._only_looks:
                 self.look(output, call)
                 return None
             self.note_segments(call)
-            self.look(output, call)
             value = output
+            for edit in self.edits:
+                value = edit(value, call)
+            self.look(value, call)
             for alias in self.aliases:
                 value = alias(value, call, args, False)
         else:
@@ -220,7 +220,6 @@ class OutputTap(Tap):
         return None if value is output else value
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
-        self._edits = bool(self.edits)
         self._only_looks = not self.edits and not self.aliases
         put_after(undo, module, self)
 
@@ -228,8 +227,7 @@ class OutputTap(Tap):
 class RecordTap(OutputTap):
     """A forward hook that keeps what passes, before any others look at it. Most hooks of a session are of this kind."""
 
-    # As long as nobody else edits or wants gradients.
-    _edits, _only_looks = False, True
+    _only_looks = True  # as long as nobody else edits or wants gradients
 
     def __init__(
         self, label: str, scope: Scope | None, keep: Keep, rows: Rows, order: Iterator[int], made_in: int
@@ -274,7 +272,7 @@ class RecordTap(OutputTap):
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         if self.edits or self.aliases:
-            self._edits, self._only_looks, self._does_more = bool(self.edits), False, True
+            self._only_looks, self._does_more = False, True
         put_after(undo, module, self)
 
 

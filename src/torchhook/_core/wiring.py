@@ -22,7 +22,7 @@ from torchhook._core.gradients import (
     Wiring,
     forget_arrived,
 )
-from torchhook._core.heads import known_heads
+from torchhook._core.heads import HeadsAt, known_heads
 from torchhook._core.hooks import TensorHandles
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -233,9 +233,9 @@ class Taps:
         """
         index = self.index
         if not at_once:
-            return functools.cache(lambda: known_heads(index, target)._replace(call=self._call.sizes))
+            return HeadsAt(lambda: known_heads(index, target)._replace(call=self._call.sizes))
         call = self._call  # not by way of the taps: what is kept with a transform would keep them
-        return functools.cache(lambda: known_heads(index, target)._replace(call=call.sizes))
+        return HeadsAt(lambda: known_heads(index, target)._replace(call=call.sizes))
 
     @functools.cached_property
     def _call(self) -> RunningCall:

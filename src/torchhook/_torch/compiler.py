@@ -138,6 +138,11 @@ def runs_compiled_code() -> bool:
     return "eager" not in str(stance)
 
 
+def _nowhere() -> str | None:
+    """No session is open."""
+    return None
+
+
 class _Stance:
     """Stands for torch's record of what is done with compiled code, which is one for all threads.
 
@@ -145,8 +150,8 @@ class _Stance:
     thread closes meanwhile must not change the answer in between: a call goes on as it began.
     """
 
-    def __init__(self, before: Any, here: Callable[[], str | None]) -> None:
-        self.before, self.here = before, here
+    def __init__(self, before: Any) -> None:
+        self.before, self.here = before, _nowhere
         self.was_asked = False
         self._begun = threading.local()
 
@@ -170,12 +175,20 @@ class _Stance:
     def _now(self) -> str:
         return self.here() or str(self.before.stance)
 
+    def give_way(self) -> None:
+        self.here = _nowhere  # from here on both give the same answers to whoever begins
+        if self.was_asked and _in_compiled_calls():
+            return  # who has begun is answered by this to the end; the next session takes it over
+        frames: Any = sys.modules.get(_FRAMES)
+        if frames._stance is self:  # and not one that a user has set since
+            frames._stance = self.before
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.before, name)
 
 
-def _nowhere() -> None:
-    """No session is open."""
+_latest: _Stance | None = None
+"""The one that stood there last: taken again if nobody has asked it, since one is needed whenever a session opens."""
 
 
 def take_stance(here: Callable[[], str | None]) -> Callable[[], None]:
@@ -183,23 +196,21 @@ def take_stance(here: Callable[[], str | None]) -> Callable[[], None]:
 
     Where torch keeps its stance in another way, it is eager in all threads.
     """
+    global _latest
     frames: Any = sys.modules.get(_FRAMES)
     before = getattr(frames, "_stance", None)
     if not hasattr(before, "stance"):
         stance = torch.compiler.set_stance("force_eager")
         return lambda: stance.__exit__(None, None, None)
-    mine = before if isinstance(before, _Stance) else _Stance(before, here)
+    if isinstance(before, _Stance):
+        mine = before
+    elif (known := _latest) is not None and known.before is before and not known.was_asked:
+        mine = known
+    else:
+        mine = _latest = _Stance(before)
     mine.here = here
     frames._stance = mine
-
-    def restore() -> None:
-        mine.here = _nowhere  # from here on both give the same answers to whoever begins
-        if mine.was_asked and _in_compiled_calls():
-            return  # who has begun is answered by it to the end; the next session takes it over
-        if frames._stance is mine:  # and not one that a user has set since
-            frames._stance = mine.before
-
-    return restore
+    return mine.give_way
 
 
 def _in_compiled_calls() -> bool:
