@@ -52,6 +52,8 @@ def _ranks_wrapper(index: Index) -> str | None:
 
 def settle(index: Index, stop: Stop, kept: Callable[[], Iterable[Any]]) -> None:
     """Leave the weights of a model as after a whole forward pass. ``kept`` are the values that it was ended for."""
+    if not (offload.may_have_loaded() or sharded.are_ranks()):  # as mostly: the frames need not be looked through
+        return
     frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__)]
     offload.take_back(frames)
     if sharded.are_ranks():

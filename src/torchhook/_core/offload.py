@@ -54,10 +54,15 @@ def read(module: nn.Module, name: str) -> Iterator[Tensor]:
         yield tensor
 
 
+def may_have_loaded() -> bool:
+    """Whether anybody can have loaded weights for a call."""
+    return "accelerate" in sys.modules
+
+
 def take_back(frames: Sequence[FrameType]) -> None:
     """Have accelerate take back the weights of the modules that were running in these frames, and are not any more."""
     # What it puts in the place of forward is a function; its hooks, which are objects, are called before and after it.
-    for frame in reversed(frames) if "accelerate" in sys.modules else ():
+    for frame in reversed(frames) if may_have_loaded() else ():
         module = frame.f_locals.get("module") if frame.f_globals.get("__name__") == "accelerate.hooks" else None
         if isinstance(module, nn.Module) and "self" not in frame.f_locals:
             for held in _of_accelerate(vars(module).values()):
