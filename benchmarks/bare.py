@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,11 +29,14 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def nothing(model: nn.Module, names: Iterable[str]) -> None:
-    """Hooks that stay and do nothing: what PyTorch itself takes for modules that have one, and no tool can save."""
+@contextlib.contextmanager
+def nothing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Hooks that do nothing: what PyTorch itself takes for modules that have one, and no tool can save."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in names:
-        modules[name].register_forward_hook(lambda module, args, output: None)
+    handles = [modules[name].register_forward_hook(lambda module, args, output: None) for name in names]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 class Bare:
@@ -85,6 +89,12 @@ class Newest:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def __enter__(self) -> Newest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
 
 def same(found: Any, true: Any, tolerance: float = 0.0) -> bool:

@@ -16,23 +16,24 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from bare import Bare, clone, count_wrong, judged, leaves, nothing, same, to_host
+from bare import Bare, Newest, clone, count_wrong, judged, leaves, nothing, same, to_host
 from gpu_disk import to_disk
 from gpu_models import STAGES, Sizes, gpt2_medium, llama, resnet50, trainer
 from results import Report, Row
-from timing import ratios
+from timing import Held, ratios
 from torch import Tensor, nn
 
 import torchhook as th
 from torchhook import edits
 
 Run = Callable[[], object]
+Way = Run | Held
 Goals = tuple[float | None, float | None]
 
 
@@ -51,8 +52,8 @@ class Bench:
         self,
         work: str,
         plain: Run,
-        beside: dict[str, Run],
-        ours: dict[str, tuple[Run, Goals]],
+        beside: Mapping[str, Way],
+        ours: Mapping[str, tuple[Way, Goals]],
         wrong: tuple[int, int] | dict[str, tuple[int, int]],
         rounds: int = 60,
         plain_name: str = "plain",
@@ -60,7 +61,7 @@ class Bench:
         calls: int | None = None,
     ) -> list[Row]:
         """Everything in turns; the rows of ``ours`` have what they must reach, and the wrong values."""
-        runs = {plain_name: plain, **beside, **{way: run for way, (run, _) in ours.items()}}
+        runs: dict[str, Way] = {plain_name: plain, **beside, **{way: run for way, (run, _) in ours.items()}}
         seconds, calls = times * self.seconds, calls or self.calls
         found = ratios(runs, rounds=rounds, repeat=calls, wait=self.wait, seconds=seconds, patience=5)
         judged_beside = wrong if isinstance(wrong, dict) else dict.fromkeys(ours, wrong)
@@ -71,10 +72,6 @@ class Bench:
             note = f"{ratio.seconds * 1e3:.2f} ms" if way == plain_name else ""
             rows.append(Row(work, way, ratio.median, *goals, *counts, note=note, low=ratio.low, high=ratio.high))
         return rows
-
-    def twin(self) -> nn.Module:
-        """One more GPT-2 with the same weights, for what stays open beside the plain one."""
-        return gpt2_medium(self.sizes)[0]
 
     def bare(self, model: nn.Module, names: list[str], run: Run, keep: Callable[[Tensor], Tensor]) -> Run:
         def with_hooks() -> None:
@@ -143,7 +140,7 @@ def stages_on_device(bench: Bench) -> Iterator[Row]:
     yield from bench.rows(f"ResNet-50 b{len(x)}, six stages kept on the GPU", run, beside, ours, wrong)
 
 
-def prepared(model: nn.Module, run: Run, *selectors: Any, **options: Any) -> dict[str, tuple[Run, Goals]]:
+def prepared(model: nn.Module, run: Run, *selectors: Any, **options: Any) -> dict[str, tuple[Way, Goals]]:
     """A session that is made once and opened for each call, where sessions can be."""
     again = th.capture(model, *selectors, **options)
 
@@ -205,7 +202,7 @@ def gpt_blocks_on_device(bench: Bench) -> Iterator[Row]:
     model, inputs = gpt2_medium(bench.sizes)
     names, run = blocks(bench), lambda: model(**inputs)
     wrong = judged(model, names, th.capture(model, names), run)
-    ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, names), (None, None))}
+    ours: dict[str, tuple[Way, Goals]] = {"session per call": (session(model, run, names), (None, None))}
     beside = {"bare hooks, clone": bench.bare(model, names, run, clone)}
     yield from bench.rows("GPT-2 medium bf16 8x512, 24 blocks kept on the GPU", run, beside, ours, wrong)
 
@@ -222,17 +219,14 @@ def gpt_all_modules(bench: Bench) -> Iterator[Row]:
     idle = {"exclude": "**.attn_dropout"}
     names = called(model, names, run)
     wrong = judged(model, names, th.capture(model, "**", **idle), run)
-    ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, "**", **idle), (1.35, 1.2))}
+    ours: dict[str, tuple[Way, Goals]] = {"session per call": (session(model, run, "**", **idle), (1.35, 1.2))}
     ours |= prepared(model, run, names)
-    twin, hooked = bench.twin(), bench.twin()
-    nothing(hooked, names)
-    beside = {
-        "hooks that do nothing, held": lambda: hooked(**inputs),
+    ours["session held"] = (Held(lambda: th.capture(model, names, max_records=1), run), (1.35, 1.2))
+    beside: dict[str, Way] = {
+        "hooks that do nothing, held": Held(lambda: nothing(model, names), run),
         "bare hooks, clone": bench.bare(model, names, run, clone),
     }
-    with th.capture(twin, names, max_records=1):
-        ours["session held"] = (lambda: twin(**inputs), (1.35, 1.2))
-        yield from bench.rows("GPT-2 medium, all modules kept on the GPU", run, beside, ours, wrong)
+    yield from bench.rows("GPT-2 medium, all modules kept on the GPU", run, beside, ours, wrong)
 
 
 def called(model: nn.Module, names: list[str], run: Run) -> list[str]:
@@ -247,24 +241,16 @@ def gpt_one_token(bench: Bench) -> Iterator[Row]:
     inputs["input_ids"] = inputs["input_ids"][:1, :1]
     names, run = blocks(bench), lambda: model(**inputs)
     wrong = judged(model, names, th.capture(model, names), run)
-    twin, bare_twin, hooked = bench.twin(), bench.twin(), bench.twin()
-    # Hooks that stay would keep every call: what is kept is the newest.
-    kept: dict[str, Any] = {}
-    for name in names:
-        bare_twin.get_submodule(name).register_forward_hook(
-            lambda module, args, output, name=name: kept.__setitem__(name, [clone(leaf) for leaf in leaves(output)])
-        )
-    ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, names), (1.15, 1.1))}
+    ours: dict[str, tuple[Way, Goals]] = {"session per call": (session(model, run, names), (1.15, 1.1))}
     ours |= prepared(model, run, names)
-    nothing(hooked, names)
-    beside = {
-        "hooks that do nothing, held": lambda: hooked(**inputs),
+    ours["session held"] = (Held(lambda: th.capture(model, names, max_records=1), run), (1.06, 1.04))
+    # Hooks that stay would keep every call: what is kept is the newest.
+    beside: dict[str, Way] = {
+        "hooks that do nothing, held": Held(lambda: nothing(model, names), run),
         "bare hooks, clone, put on and taken off": bench.bare(model, names, run, clone),
-        "bare hooks, clone, held": lambda: bare_twin(**inputs),
+        "bare hooks, clone, held": Held(lambda: Newest(model, names), run),
     }
-    with th.capture(twin, names, max_records=1):
-        ours["session held"] = (lambda: twin(**inputs), (1.06, 1.04))
-        yield from bench.rows("GPT-2 medium, one token, 24 blocks", run, beside, ours, wrong, rounds=200, times=2)
+    yield from bench.rows("GPT-2 medium, one token, 24 blocks", run, beside, ours, wrong, rounds=300, times=3)
 
 
 def gpt_attention(bench: Bench) -> Iterator[Row]:
@@ -284,30 +270,28 @@ def gpt_attention(bench: Bench) -> Iterator[Row]:
     wrong = count_wrong(lambda site: [v.transpose(1, 2).flatten(2) for v in rec.all(site)], truth)
     for handle in handles:
         handle.remove()
-    twin = bench.twin()
-    ours: dict[str, tuple[Run, Goals]] = {"session per call": (session(model, run, selector), (1.3, 1.1))}
-    with th.capture(twin, selector, max_records=1):
-        ours["session held"] = (lambda: twin(**inputs), (None, None))
-        work = "GPT-2 medium, h.*.attn/scaled_dot_product_attention"
-        yield from bench.rows(work, run, {}, ours, wrong, rounds=200, times=2)
+    ours: dict[str, tuple[Way, Goals]] = {
+        "session per call": (session(model, run, selector), (1.3, 1.1)),
+        "session held": (Held(lambda: th.capture(model, selector, max_records=1), run), (None, None)),
+    }
+    work = "GPT-2 medium, h.*.attn/scaled_dot_product_attention"
+    yield from bench.rows(work, run, {}, ours, wrong)
 
 
 def gpt_guard(bench: Bench) -> Iterator[Row]:
     model, inputs = gpt2_medium(bench.sizes)
     run = lambda: model(**inputs)  # noqa: E731
     wrong = guard_is_wrong(bench), 2
-    twin = bench.twin()
 
     def per_call() -> None:
         with th.guard(model):
             run()
 
-    with th.guard(twin):
-        ours: dict[str, tuple[Run, Goals]] = {
-            "th.guard, open": (lambda: twin(**inputs), (1.8, 1.3)),
-            "th.guard, opened for each call": (per_call, (None, None)),
-        }
-        yield from bench.rows("GPT-2 medium, th.guard", run, {}, ours, wrong)
+    ours: dict[str, tuple[Way, Goals]] = {
+        "th.guard, open": (Held(lambda: th.guard(model), run), (1.8, 1.3)),
+        "th.guard, opened for each call": (per_call, (None, None)),
+    }
+    yield from bench.rows("GPT-2 medium, th.guard", run, {}, ours, wrong)
 
 
 def guard_is_wrong(bench: Bench) -> int:
@@ -327,7 +311,7 @@ def guard_is_wrong(bench: Bench) -> int:
 def training_watched(bench: Bench) -> Iterator[Row]:
     warnings.simplefilter("ignore", th.errors.TrainingWarning)  # random weights train badly
     wrong = watch_is_wrong(bench)
-    ours: dict[str, tuple[Run, Goals]] = {}
+    ours: dict[str, tuple[Way, Goals]] = {}
     ten = range(2 if bench.sizes.tiny else 10)
 
     def steps(step: Run) -> Run:
@@ -390,12 +374,12 @@ def one_edit(bench: Bench) -> Iterator[Row]:
             return run()
 
     wrong = int(not same(edited().logits, by_hand().logits)), 1
-    twin = bench.twin()
-    ours: dict[str, tuple[Run, Goals]] = {"th.edit for each call": (edited, (1.02, 1.01))}
-    with th.edit(twin, {site: change}):
-        ours["th.edit, open"] = (lambda: twin(**inputs), (None, None))
-        work = "GPT-2 medium, one edit on one block"
-        yield from bench.rows(work, run, {"bare hook": by_hand}, ours, wrong, rounds=200, times=2)
+    ours: dict[str, tuple[Way, Goals]] = {
+        "th.edit for each call": (edited, (1.02, 1.01)),
+        "th.edit, open": (Held(lambda: th.edit(model, {site: change}), run), (None, None)),
+    }
+    work = "GPT-2 medium, one edit on one block"
+    yield from bench.rows(work, run, {"bare hook": by_hand}, ours, wrong, rounds=200, times=2)
 
 
 def early_stop(bench: Bench) -> Iterator[Row]:
@@ -406,7 +390,7 @@ def early_stop(bench: Bench) -> Iterator[Row]:
         return th.run(model, x, capture="layer1", stop=True)[1]["layer1"]
 
     wrong = int(not same(ours(), truncated(x))), 1
-    ways: dict[str, tuple[Run, Goals]] = {"th.run(stop=True)": (ours, (1.05, 1.02))}
+    ways: dict[str, tuple[Way, Goals]] = {"th.run(stop=True)": (ours, (1.05, 1.02))}
     ways |= prepared(model, lambda: model(x), "layer1", stop=True)
     plain = "truncated nn.Sequential"
     yield from bench.rows("ResNet-50, early stop at layer1", lambda: truncated(x), {}, ways, wrong, 100, plain)
@@ -457,7 +441,7 @@ def compiled_in(bench: Bench, name: str, options: dict[str, Any]) -> Iterator[Ro
     hooked(torch.zeros_like(x))  # a replay must not overwrite what was returned
     wrong, total = count_wrong(lambda site: [features[site]], bare.store, 2e-2)
     wrong += not same(found, output, 2e-2)
-    ours: dict[str, tuple[Run, Goals]] = {"FeatureLayers(attach=True)": (lambda: hooked(x), (1.05, 1.02))}
+    ours: dict[str, tuple[Way, Goals]] = {"FeatureLayers(attach=True)": (lambda: hooked(x), (1.05, 1.02))}
     work = f"ResNet-50 b{len(x)}, four stages, compiled, {name}"
     yield from bench.rows(work, lambda: plain(x), {}, ours, (wrong, total + 1), plain_name="compiled model")
 
@@ -469,7 +453,7 @@ def big_decoder(bench: Bench) -> Iterator[Row]:
     ids = torch.randint(0, 32_000, sizes.big_tokens, device=sizes.device)
     names = [f"layers.{number}" for number in range(sizes.big_blocks)]
     run = lambda: model(ids, use_cache=False)  # noqa: E731
-    ours: dict[str, tuple[Run, Goals]] = {}
+    ours: dict[str, tuple[Way, Goals]] = {}
     wrong: dict[str, tuple[int, int]] = {}
     for way, device in (("kept on the GPU, session per call", None), ("device='cpu', session per call", "cpu")):
         ours[way] = (session(model, run, names, device=device), (1.01, 1.01))

@@ -99,6 +99,36 @@ def test_medians_are_those_of_the_turns_by_a_clock_that_is_made_up(benchmarks: d
     assert benchmarks["timing"].compare(runs, rounds=3, clock=lambda: now) == {"fast": 1, "slow": 3, "very slow": 50}
 
 
+def test_who_stays_open_is_opened_for_its_turns_and_its_first_call_there_does_not_count(
+    benchmarks: dict[str, ModuleType],
+) -> None:
+    now, opened, log = 0.0, 0, list[str]()
+
+    @contextlib.contextmanager
+    def opens() -> Iterator[None]:
+        nonlocal now, opened
+        now, opened = now + 100, 1
+        yield
+        opened = 0
+
+    def costs(name: str, seconds: float) -> Callable[[], None]:
+        calls = 0
+
+        def run() -> None:
+            nonlocal now, calls
+            calls += 1
+            log.append(f"{name} {opened}")
+            now += seconds
+
+        return run
+
+    held = benchmarks["timing"].Held(opens, costs("held", 2))
+    found = benchmarks["timing"].measure({"plain": costs("plain", 1), "held": held}, 5, 3, clock=lambda: now)
+    assert found == [{"plain": 1, "held": 2}] * 5
+    assert set(log) == {"plain 0", "held 1"}
+    assert log.count("held 1") == 2 + 3 + 5 * (1 + 3)
+
+
 def test_ratios_are_taken_within_a_round(benchmarks: dict[str, ModuleType]) -> None:
     now, speed = 0.0, 1.0
 

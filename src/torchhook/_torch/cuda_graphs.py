@@ -115,6 +115,7 @@ def _copied(compiled: Callable[..., Any], strides: list[Strides | None]) -> Call
             else:
                 values[place] = _restrided([value], [wanted])[0]
         if others:
+            others.reverse()  # the newest first: the device may still have it in its cache
             # Compiled: its kernels go through two layouts in tiles, which eager copies do not.
             new = quickly([values[place] for place in others], [strides[place] for place in others])
             for place, value in zip(others, new, strict=True):
