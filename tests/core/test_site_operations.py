@@ -116,6 +116,7 @@ def test_gradients_flow_as_without_a_session() -> None:
     assert through is not None
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_inside_vmap_the_call_is_heard_once() -> None:
     model = learned()
     weights = {"weight": model.weight.detach()}
