@@ -241,23 +241,6 @@ def heard() -> None:
     assert rec["/relu"].tolist() == [0.0, 3.0]
 
 
-def told() -> None:
-    import torchhook as th
-
-    sys.modules.pop("torch.nn.attention.bias", None)  # with which the dispatcher is not asked
-
-    class Attends(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(x, x.relu(), x).mul_(2)
-
-    model, x = Attends(), torch.randn(1, 2, 3, 4)
-    right = F.scaled_dot_product_attention(x, x.relu(), x)
-    for _ in range(3):  # a mode hears the first
-        with th.capture(model, "/scaled_dot_product_attention") as rec:
-            model(x)
-        assert torch.equal(rec["/scaled_dot_product_attention"], right)
-
-
 def watched() -> None:
     import torchhook as th
     from torchhook._torch import foreach
@@ -293,7 +276,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         attended,
         saved,
         heard,
-        told,
         watched,
     )
 }

@@ -1,11 +1,10 @@
-"""Operations that the dispatcher tells of: heard as a mode hears them, whatever else is on, and nothing stays on."""
+"""Attention as a site, in whatever way a model comes to call it: true, each call once, and nothing stays on."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,55 +19,32 @@ import torchhook as th
 from tests.language_models import small_gpt2
 from tests.oracle import in_threads
 from torchhook import edits
-from torchhook._core import site_operations
-from torchhook._torch import dispatcher
 from torchhook.errors import NeverRanWarning
 
 OP = "scaled_dot_product_attention"
 X = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def is_told() -> bool:
-    """Whether the dispatcher tells of calls in this thread."""
-    return dispatcher._key is not None and dispatcher._is_on(dispatcher._key)
-
-
 @pytest.fixture(autouse=True)
-def nothing_left_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Some other test may have imported torch's causal biases, with which the dispatcher is not asked.
-    monkeypatch.delitem(sys.modules, "torch.nn.attention.bias", raising=False)
-    assert dispatcher.can_tell({OP})
+def nothing_left_on() -> Iterator[None]:
     yield
     assert not _get_current_function_mode_stack()
-    assert not is_told()
 
 
 class Attends(nn.Module):
-    """Notes by itself what attention gives it, before it is overwritten, and how it was listened to."""
+    """Notes by itself what attention gives it, before it is overwritten."""
 
     def __init__(self, before: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
         self.before = before
         self.right: list[Tensor] = []
-        self.told: list[bool] = []
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.before(x * self.weight)
         found = F.scaled_dot_product_attention(x, x.relu(), x, attn_mask=mask)
-        self.told.append(is_told())
         self.right.append(found.detach().clone())
         return found.mul_(2) if not found.requires_grad else found * 2
-
-
-def learned(before: Callable[[Tensor], Tensor] = lambda x: x) -> Attends:
-    """One whose calls the dispatcher tells of from now on."""
-    model = Attends(before)
-    with torch.no_grad(), th.capture(model, f"/{OP}"):
-        model(X)
-    model.right.clear()
-    model.told.clear()
-    return model
 
 
 def assert_right(rec: th.Recording, model: Attends, address: str = f"/{OP}") -> None:
@@ -77,7 +53,7 @@ def assert_right(rec: th.Recording, model: Attends, address: str = f"/{OP}") -> 
     assert all(torch.equal(one, right) for one, right in zip(found, model.right, strict=True))
 
 
-def test_a_mode_hears_the_first_call_and_the_dispatcher_tells_of_the_others() -> None:
+def test_every_call_is_kept_session_after_session() -> None:
     model = Attends()
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
         for factor in (1, 2, 3):
@@ -87,7 +63,6 @@ def test_a_mode_hears_the_first_call_and_the_dispatcher_tells_of_the_others() ->
         for factor in (4, 5, 6):
             model(X * factor)
     assert all(torch.equal(*pair) for pair in zip(newest.all(f"/{OP}"), model.right[-2:], strict=True))
-    assert model.told == [False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize("around", [
@@ -99,17 +74,16 @@ def test_a_mode_hears_the_first_call_and_the_dispatcher_tells_of_the_others() ->
     torch._C.DisableTorchFunctionSubclass,
 ], ids=["grad", "no_grad", "inference", "autocast", "device", "no subclasses"])  # fmt: skip
 def test_whatever_is_on_the_values_are_right(around: Any) -> None:
-    model = learned()
+    model = Attends()
     with around(), th.capture(model, f"/{OP}") as rec:
         model(X)
     assert_right(rec, model)
 
 
 def test_gradients_flow_as_without_a_session() -> None:
-    model, twin = learned(), Attends()
+    model, twin = Attends(), Attends()
     with th.capture(model, f"/{OP}", keep="live") as rec:
         model(X).square().sum().backward(retain_graph=True)
-    assert model.told == [True]
     twin(X).square().sum().backward()
     assert torch.equal(model.weight.grad, twin.weight.grad)  # type: ignore[arg-type]
     (through,) = torch.autograd.grad(rec[f"/{OP}"].sum(), model.weight, allow_unused=True)
@@ -118,7 +92,7 @@ def test_gradients_flow_as_without_a_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_inside_vmap_the_call_is_heard_once() -> None:
-    model = learned()
+    model = Attends()
     weights = {"weight": model.weight.detach()}
 
     def call(x: Tensor) -> Tensor:
@@ -133,7 +107,7 @@ def test_inside_vmap_the_call_is_heard_once() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_recomputed_is_kept_once(reentrant: bool) -> None:
-    model = learned()
+    model = Attends()
     x = X.clone().requires_grad_()
     with th.capture(model, f"/{OP}") as rec:
         checkpoint(lambda x: model(x).exp().exp(), x, use_reentrant=reentrant).sum().backward()
@@ -141,8 +115,8 @@ def test_what_is_recomputed_is_kept_once(reentrant: bool) -> None:
     assert rec.recomputed == {f"/{OP}": 1}
 
 
-def test_threads_are_told_of_their_own_calls() -> None:
-    model = learned()
+def test_threads_hear_of_their_own_calls() -> None:
+    model = Attends()
 
     def run(number: int) -> None:
         with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
@@ -153,25 +127,25 @@ def test_threads_are_told_of_their_own_calls() -> None:
 
 
 def test_calls_of_another_thread_are_not_recorded_and_counted() -> None:
-    model = learned()
+    model = Attends()
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
         model(X)
         in_threads(lambda: model(X * 2))
     assert torch.equal(rec[f"/{OP}"], model.right[0])
 
 
-def test_of_two_sessions_one_that_hears_of_all_and_one_that_is_told_both_are_right() -> None:
-    model = learned()
-    with torch.no_grad(), th.capture(model, f"/{OP}") as told, th.capture(model, "/relu", f"/{OP}:input") as all_of_it:
+def test_two_sessions_on_different_sites_are_both_right() -> None:
+    model = Attends()
+    with torch.no_grad(), th.capture(model, f"/{OP}") as alone, th.capture(model, "/relu", f"/{OP}:input") as both:
         model(X)
-    assert_right(told, model)
+    assert_right(alone, model)
     x = X * model.weight.detach()
-    assert torch.equal(all_of_it["/relu"], x.relu())
-    assert torch.equal(all_of_it[f"/{OP}:input"].args[0], x)
+    assert torch.equal(both["/relu"], x.relu())
+    assert torch.equal(both[f"/{OP}:input"].args[0], x)
 
 
-def test_sessions_take_turns_as_those_of_a_mode_do() -> None:
-    model = learned()
+def test_sessions_take_turns_around_an_edit() -> None:
+    model = Attends()
     with torch.no_grad():
         with (
             th.capture(model, f"/{OP}") as before,
@@ -194,15 +168,15 @@ class Swallows(TorchFunctionMode):
 
 
 def test_the_mode_of_somebody_else_around_a_model_has_its_say() -> None:
-    model = learned()
+    model = Attends()
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec, Swallows():
         model(X)
     assert torch.equal(model.right[0], X * 2)
     assert_right(rec, model)
 
 
-def test_a_mode_inside_of_a_module_that_makes_the_call_go_away_is_told_of() -> None:
-    model = learned()
+def test_a_mode_inside_of_a_module_that_makes_the_call_go_away_is_reported() -> None:
+    model = Attends()
     model.forward = lambda x: swallowed(x)  # type: ignore[method-assign,assignment]
 
     def swallowed(x: Tensor) -> Tensor:
@@ -225,49 +199,144 @@ class Halves(Tensor):
 
 @pytest.mark.parametrize("place", ["position", "keyword"])
 def test_a_class_of_tensors_that_attends_in_its_own_way_is_heard_after_plain_ones(place: str) -> None:
-    model = learned()
+    model = Attends()
     strange = X.as_subclass(Halves)
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
         model(X)
         model(strange) if place == "position" else model(x=strange)
         model(X)
-    assert model.told == [True, False, True]
     assert torch.equal(model.right[1], X / 2)
     assert_right(rec, model)
 
 
-def test_one_that_was_first_heard_of_such_a_class_is_listened_to_by_a_mode() -> None:
-    model = Attends(before=lambda x: x.as_subclass(Halves))
+@pytest.mark.parametrize("way", ["made inside", "in a list", "an attribute", "beside plain ones"])
+@pytest.mark.parametrize("kind", ["answers", "wraps"])
+def test_a_class_with_a_say_is_heard_however_it_comes_there(way: str, kind: str) -> None:
+    strange: type[Tensor] = Halves if kind == "answers" else Doubles
+
+    class Takes(nn.Module):
+        q: Tensor | None = None
+
+        def forward(self, x: Any, own: bool = False) -> list[Tensor]:
+            if isinstance(x, list):
+                x = x[0]
+            q = self.q if self.q is not None else x.as_subclass(strange) if own else x
+            right.append(F.scaled_dot_product_attention(q, x, x))
+            if own and way == "beside plain ones":
+                right.append(F.scaled_dot_product_attention(x, x, x))
+            return right
+
+    model, right = Takes(), list[Tensor]()
+    for _ in range(2):
+        right.clear()
+        with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
+            model(X)
+            if way == "in a list":
+                model([X.as_subclass(strange)])
+            elif way == "an attribute":
+                model.q = X.as_subclass(strange)
+                model(X)
+                model.q = None
+            else:
+                model(X, own=True)
+            model(X)
+        found = rec.all(f"/{OP}")
+        assert [type(one) for one in found] == [type(one) for one in right]
+        assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+class Doubles(Tensor):
+    """A class whose attention is twice that of plain tensors, which it calls for it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [one.as_subclass(Tensor) if isinstance(one, Doubles) else one for one in args]
+        if func is F.scaled_dot_product_attention:
+            return func(*plain, **(kwargs or {})) * 2
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_jagged_tensors_made_inside_are_kept_as_they_are() -> None:
+    right: list[Tensor] = []
+
+    class Packs(nn.Module):
+        def forward(self, x: Tensor, lengths: list[int] | None = None) -> Tensor:
+            q = x
+            if lengths is not None:
+                rows = [x[i, :, :n].transpose(0, 1) for i, n in enumerate(lengths)]
+                q = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+            right.append(F.scaled_dot_product_attention(q, q, q))
+            return right[-1]
+
+    model = Packs()
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
-        model(X)
-        model(X)
-    assert model.told == [False, False]
-    assert_right(rec, model)
+        for lengths in (None, [4, 3], None):
+            model(X, lengths)
+    found = rec.all(f"/{OP}")
+    assert [one.is_nested for one in found] == [False, True, False]
+    assert torch.equal(found[1].values(), right[1].values())  # type: ignore[operator]
 
 
-def test_causal_biases_are_heard_by_a_mode() -> None:
-    model = learned()
+def test_the_mode_of_a_user_that_is_on_for_a_part_of_a_module_comes_off_again() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attends()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.scaled_dot_product_attention(x, x, x)
+            with torch.device("meta"):
+                x = self.inner(x)
+            return F.scaled_dot_product_attention(x, x, x)
+
+    model = Outer()
+    for sites in ([f"/{OP}"], [f"/{OP}", f"inner/{OP}"], [f"/{OP}", f"inner/{OP}:input"]):
+        with torch.no_grad(), th.capture(model, sites) as rec:
+            model(X)
+        assert len(rec.all(f"/{OP}")) == 2
+        assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_what_no_function_of_python_calls_is_no_site_in_any_session() -> None:
+    inside = torch.jit.script(scripted)
+
+    class Also(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.ops.aten.scaled_dot_product_attention.default(x, x, x)
+            return F.scaled_dot_product_attention(x, x, x) + inside(x) + y
+
+    model = Also()
+    for _ in range(3):
+        with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
+            model(X)
+        assert torch.equal(rec[f"/{OP}"], F.scaled_dot_product_attention(X, X, X))
+
+
+def scripted(x: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_causal_biases_are_heard_of() -> None:
     from torch.nn.attention.bias import causal_lower_right
 
-    mask: Any = causal_lower_right(4, 4)
+    model, mask = Attends(), causal_lower_right(4, 4)
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
-        model(X, mask)
         model(X)
-    assert model.told == [False, False]
+        model(X, mask)
     assert_right(rec, model)
 
 
-def test_a_module_that_attends_no_more_says_so_and_is_listened_to_anew() -> None:
-    model = learned()
-    model.forward = lambda x: x + 1  # type: ignore[method-assign,assignment]
-    with pytest.warns(NeverRanWarning, match=f"ran no '{OP}' in this session, as it had before"):
+def test_a_module_that_attends_no_more_says_what_it_runs() -> None:
+    model = Attends()
+    with torch.no_grad(), th.capture(model, f"/{OP}"):
+        model(X)
+    model.forward = lambda x: x.relu() + 1  # type: ignore[method-assign,assignment]
+    with pytest.warns(NeverRanWarning, match=f"ran no '{OP}'. There are: 'relu', 'add'"):
         with th.capture(model, f"/{OP}") as rec:
             model(X)
     assert len(rec) == 0
-    model.forward = lambda x: F.scaled_dot_product_attention(x, x, x)  # type: ignore[method-assign,assignment]
-    with th.capture(model, f"/{OP}") as rec:
-        model(X)
-    assert torch.equal(rec[f"/{OP}"], F.scaled_dot_product_attention(X, X, X))
 
 
 def test_what_multi_head_attention_calls_is_its_own() -> None:
@@ -325,7 +394,7 @@ def test_an_exception_leaves_nothing_on(kind: type[BaseException]) -> None:
         return x
 
     state = {"raise": False}
-    model = learned(raises)
+    model = Attends(raises)
     with torch.no_grad(), th.capture(model, f"/{OP}") as rec:
         model(X)
         state["raise"] = True
@@ -337,11 +406,10 @@ def test_an_exception_leaves_nothing_on(kind: type[BaseException]) -> None:
 
 
 def test_an_error_of_attention_itself_passes_unchanged() -> None:
-    model = learned()
+    model = Attends()
     with th.capture(model, f"/{OP}") as rec:
         with pytest.raises(RuntimeError) as found:
             model(X, torch.zeros(3, 3, 3))
-        assert not is_told()
         model(X)
     with pytest.raises(RuntimeError) as right:
         F.scaled_dot_product_attention(X, X, X, attn_mask=torch.zeros(3, 3, 3))
@@ -350,25 +418,23 @@ def test_an_error_of_attention_itself_passes_unchanged() -> None:
 
 
 def test_a_pass_may_end_in_a_call() -> None:
-    model = nn.Sequential(learned(), nn.Flatten())
+    model = nn.Sequential(Attends(), nn.Flatten())
     _, rec = th.run(model, X, capture=f"0/{OP}", stop=True)
     assert rec.stopped
     assert torch.equal(rec[f"0/{OP}"], F.scaled_dot_product_attention(X, X.relu(), X))
-    assert not is_told()
 
 
 def test_a_copy_is_not_taken_for_its_original() -> None:
-    model = learned()
+    model = Attends()
     other = copy.deepcopy(model)
     with torch.no_grad(), th.capture(other, f"/{OP}") as rec:
         other(X)
         other(X)
-    assert other.told == [False, True]
     assert_right(rec, other)
 
 
 def test_what_our_own_hooks_compute_is_not_heard() -> None:
-    model = learned()
+    model = Attends()
 
     def transform(value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(value, value, value)
@@ -389,7 +455,6 @@ def test_a_language_model_that_generates_is_told_of_step_by_step() -> None:
     with torch.no_grad(), th.capture(model, site) as rec:
         model.generate(ids, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
     handle.remove()
-    assert site_operations._plain.get(model.get_submodule("transformer.h.1.attn"))
     found = [value.transpose(1, 2).flatten(2) for value in rec.all(site)]
     assert len(found) == len(right) == 4
     assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))

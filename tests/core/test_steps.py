@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import torchhook as th
+from tests.oracle import in_threads
+from torchhook import edits
 from torchhook._core import steps
 from torchhook._core.index import Index
 from torchhook._core.session import Session
@@ -195,6 +197,28 @@ def test_calls_of_other_threads_have_no_part_in_the_steps() -> None:
         thread.join()
         model(IDS[:, :1], past_key_values=cache)
     assert told(rec) == [(0, 0), (1, 3)]
+
+
+def test_a_call_of_another_thread_that_ends_meanwhile_ends_none_of_this_one() -> None:
+    class Meets(Speaker):
+        meanwhile: Any = None
+
+        def forward(self, input_ids: Tensor, past_key_values: Cache | None = None) -> Tensor:
+            if self.meanwhile is not None and threading.current_thread() is threading.main_thread():
+                in_threads(self.meanwhile)
+            return super().forward(input_ids, past_key_values)
+
+    model = Meets()
+    alone = model(IDS)
+    model.meanwhile = lambda: model(IDS)
+    only_first = {"heard": edits.only(lambda value: value * 2, steps=0)}
+    with th.capture(model, "heard") as rec, th.edit(model, only_first):
+        model.generate(IDS, 3)
+    assert told(rec) == [(0, 0), (1, 3), (2, 4)]
+    assert torch.equal(rec["heard", 0], alone)
+    with th.edit(model, only_first), th.capture(model, "heard") as edited:
+        model.generate(IDS, 3)
+    assert torch.equal(edited["heard", 0], alone * 2)
 
 
 def test_all_threads_together_have_no_steps() -> None:

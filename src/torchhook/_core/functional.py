@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
-from torchhook._core.hooks import Attachable
+from torchhook._core.hooks import Attachable, Attachment
 from torchhook._core.index import Index
-from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
-from torchhook._torch import dispatcher, modes_on, sharded, turn_off, turn_on
+from torchhook._core.scope import Scope, active
+from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, listeners, own_work
+from torchhook._torch import modes_on, sharded, turn_off, turn_on
+from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import held_by_name
 from torchhook._values import tree
 
@@ -60,7 +61,6 @@ def op_name(function: Callable[..., Any]) -> str | None:
 
 
 _openings = count()
-Recorder = Callable[[Any, bool], None]
 
 
 class _Place(threading.local):
@@ -68,12 +68,8 @@ class _Place(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
-        self.hears_all = True
-        """Whether every function is to be heard of; else those that the dispatcher tells of are all that is wanted."""
         self.counts: dict[int, list[Counter[str]]] = {}
         """How often each operation came in the calls of a module that are on their way, where that is counted."""
-        self.ran: dict[int, int] = {}
-        """How often those of a module had come before its present call, where the dispatcher tells of them."""
 
 
 class Listener:
@@ -87,10 +83,9 @@ class Listener:
         """Functions that are let through without a look."""
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
-        self.unheard: set[int] = set()
-        """Modules, by id, that made no call of what was to be told of them, though they had made some before."""
         self._gate = Tap("operations", scope)
-        self._place = _Place()
+        self.scope = scope
+        self.place = _Place()
         self._is_open = False
 
     def opened(self) -> None:
@@ -101,30 +96,28 @@ class Listener:
         self.turn = (self._comes_last, next(_openings))
         self._is_open = True
 
+    def attach(self, attachment: Attachment, index: Index) -> None:
+        """Put on the hooks that modules need for the stack of running modules to be right."""
+        attachment.attach_all(self.boundaries(index))
+
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
-        """The hooks that modules need for the stack of running modules to be right."""
+        """These hooks."""
         enter, leave = EnterTap(self.enter), LeaveTap(self.leave)
         for module in index.distinct.values():
             yield module, enter
             yield module, leave
 
-    def enter(self, module: nn.Module, hears_all: bool = True) -> None:
-        """A module begins to run. ``hears_all``: every function that it calls has to be heard of."""
+    def enter(self, module: nn.Module) -> None:
         if self._gate.is_foreign():
             return
-        place = self._place
-        running = place.running  # and no call for it: this is done for each call of a module
+        running = self.place.running  # and no call for it: this is done for each call of a module
         if running and module is running[0] and _torch.times_running(module) < 2:
             self.unwind(0)  # left by an interrupt, which hooks do not see
-        if not running:
+        if running:
+            running.append(module)
+        else:
             own_work.busy = 0  # an interrupt may have left it so
             running.append(module)
-            place.hears_all = hears_all
-            _modes.mode.listen(self)
-            return
-        running.append(module)
-        if hears_all and not place.hears_all:
-            place.hears_all = True
             _modes.mode.listen(self)
 
     def enter_running(self, model: nn.Module) -> None:
@@ -132,7 +125,7 @@ class Listener:
         self.enter(model)
 
     def leave(self, module: nn.Module) -> None:
-        running = self._place.running
+        running = self.place.running
         if not running or (running[-1] is not module and not any(module is other for other in running)):
             return
         if not self._gate.is_foreign():
@@ -171,11 +164,7 @@ class Listener:
 
     @property
     def _running(self) -> list[nn.Module]:
-        return self._place.running
-
-    @property
-    def hears_all(self) -> bool:
-        return self._place.hears_all
+        return self.place.running
 
     @property
     def depth(self) -> int:
@@ -189,15 +178,9 @@ class Listener:
         """The module in which a call happens that is to be heard of."""
         return self._running[-1] if self._running else None
 
-    def recorder(self, function: Callable[..., Any], is_plain: bool) -> Recorder | None:
-        """Takes what a call returns, and whether it is new, where nothing else is to be done about that call.
-
-        ``is_plain`` says that none of its arguments is of a class that has a say in what is done.
-        """
+    def recorder(self, function: Callable[..., Any]) -> OperationTap | None:
+        """What keeps what a call returns, where nothing else is to be done about that call."""
         return None
-
-    def heard_plain(self, name: str, module: nn.Module) -> None:
-        """A call with such arguments was heard in a module."""
 
     def before(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -224,27 +207,21 @@ def unwind(depths: Mapping[int, int]) -> None:
 
 class _Mode(TorchFunctionMode):
     """One for each thread, shared by all sessions. Whether it is on is read off torch's own stack, never remembered: an
-    interrupt may come between any two lines.
-
-    Where all that anybody wants to hear of is what the dispatcher tells of, it stays off, and is called by that.
-    """
+    interrupt may come between any two lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.listeners: list[Listener] = []
         self.made_here = False
         """Whether the newest call has made what it returned: nobody else holds that."""
-        self._ignored: set[Callable[..., Any]] = set()
+        self.ignored: set[Callable[..., Any]] = set()
         """What the only listener ignores, or nothing: this is asked for every function that runs."""
 
     def listen(self, listener: Listener) -> None:
         if not self.listeners and not modes_on():  # as nearly always: what all that follows comes to then
-            self.listeners, self._ignored = [listener], listener.ignored
+            self.listeners, self.ignored = [listener], listener.ignored
             listeners.add(self)
-            if listener.hears_all:
-                turn_on(self)
-            else:
-                dispatcher.turn_on(self.__torch_function__)
+            turn_on(self)
             return
         # An interrupt may have kept it from being taken away.
         turns = [*(other for other in self.listeners if other is not listener), listener]
@@ -254,9 +231,7 @@ class _Mode(TorchFunctionMode):
     def ignore(self, listener: Listener) -> None:
         if len(self.listeners) == 1 and self.listeners[0] is listener:
             self.listeners = []
-            if modes_on():
-                turn_off(self)
-            dispatcher.turn_off()
+            turn_off(self)
             listeners.discard(self)
             return
         if listener in self.listeners:
@@ -264,38 +239,26 @@ class _Mode(TorchFunctionMode):
         self._settle()
 
     def _settle(self) -> None:
-        """On while anybody listens, and off otherwise; never in both ways, or each call would be heard twice."""
-        self._ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
-        if not self.listeners:
-            turn_off(self)
-            dispatcher.turn_off()
-            listeners.discard(self)
-            return
-        listeners.add(self)
-        is_on = _torch.mode_is_on(self)
-        # Another mode may have a say in what is called, and those that hear of all come before who hears of one.
-        if modes_on() > is_on or any(listener.hears_all for listener in self.listeners):
-            dispatcher.turn_off()
-            if not is_on:
+        """On while anybody listens, and off otherwise."""
+        self.ignored = self.listeners[0].ignored if len(self.listeners) == 1 else set()
+        if self.listeners:
+            listeners.add(self)
+            if not _torch.mode_is_on(self):
                 turn_on(self)
         else:
             turn_off(self)
-            dispatcher.turn_on(self.__torch_function__)
+            listeners.discard(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in self._ignored:
+        if func in self.ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = {} if kwargs is None else kwargs
-        if (
-            len(self.listeners) == 1
-            and (record := self.listeners[0].recorder(func, not types)) is not None
-            and not own_work.busy
-        ):
+        if len(self.listeners) == 1 and (record := self.listeners[0].recorder(func)) is not None and not own_work.busy:
             output = func(*args, **kwargs)
             made_here = getrefcount(output) <= held_by_name  # on a line of its own, for arguments are references too
-            record(output, made_here)
+            record.put(output, made_here)
             return output
         name = op_name(func)
         if name is None:
@@ -310,8 +273,6 @@ class _Mode(TorchFunctionMode):
         if not heard or sharded.is_moving_weights(heard[0][1]):
             return func(*args, **kwargs)
         for listener, module in heard:
-            if not types:
-                listener.heard_plain(name, module)
             args, kwargs = listener.before(name, module, args, kwargs)
         output = func(*args, **kwargs)
         self.made_here = getrefcount(output) <= held_by_name  # here, where it is known how many hold it
@@ -333,3 +294,61 @@ def made_here() -> bool:
 
 
 _modes = _PerThread()
+
+
+# What a listener's enter and leave come to where no module of its is around, and nobody else listens: on one level, for
+# these run once for each call of a module, and find nothing of themselves in the processor's caches.
+
+
+class BeginTap(EnterTap):
+    """Says when a module begins to run."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.enter)
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        listener, mode = self._listener, _modes.mode
+        scope, running = listener.scope, listener.place.running
+        if (
+            scope is None
+            or (scope.runs_eagerly and in_trace())
+            or scope not in active.get()
+            or running
+            or mode.listeners
+            or modes_on()
+        ):
+            self.function(module)
+            return
+        own_work.busy = 0  # an interrupt may have left it so
+        running.append(module)
+        mode.listeners, mode.ignored = [listener], listener.ignored
+        listeners.add(mode)
+        turn_on(mode)
+
+
+class EndTap(LeaveTap):
+    """Says when it has run, or raised."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.leave)
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        listener, mode = self._listener, _modes.mode
+        scope, running = listener.scope, listener.place.running
+        if (
+            scope is None
+            or (scope.runs_eagerly and in_trace())
+            or scope not in active.get()
+            or len(running) != 1
+            or running[0] is not module
+            or len(mode.listeners) != 1
+            or mode.listeners[0] is not listener
+        ):
+            self.function(module)
+            return
+        running.pop()
+        mode.listeners = []
+        turn_off(mode)
+        listeners.discard(mode)

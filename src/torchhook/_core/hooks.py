@@ -17,7 +17,7 @@ from torchhook import _torch
 from torchhook._core.index import is_script
 from torchhook._core.scope import Scope, active
 from torchhook._torch import compiler
-from torchhook._torch.hooks import Undo, put_always, put_on_leaf, registered_anywhere
+from torchhook._torch.hooks import Undo, put_always, put_between, put_on_leaf, registered_anywhere
 from torchhook._values.by_identity import ByIdentity
 from torchhook.errors import CompiledWarning, SessionError, warn
 
@@ -212,6 +212,11 @@ class Attachment:
         for module, tap in taps:
             if not is_script(module):
                 tap.attach(undo, module)
+
+    def attach_between(self, before: Any, modules: Iterable[nn.Module], behind: Any) -> None:
+        """Call ``before(module, args)`` when any of the modules begins to run, before hooks that come later, and
+        ``behind(module, args, output)`` when it has run or raised, before all others."""
+        put_between(self.undo, before, [module for module in modules if not is_script(module)], behind)
 
     def follow(self, parameter: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
         """Call ``function`` with the gradients of a parameter."""

@@ -172,8 +172,6 @@ def _no_operation(target: Target, index: Index, listener: Listener) -> str:
     ]
     if below:
         return f"{where} ran no operation of its own; modules in it did: {', '.join(map(repr, below[:3]))}."
-    if id(target.module) in listener.unheard:
-        return f"{where} ran no {site.op!r} in this session, as it had before."
     return f"{where} ran no operation, or did not run at all."
 
 

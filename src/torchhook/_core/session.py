@@ -269,7 +269,7 @@ class Session(Shown):
         if taps.listener is not None:
             attachment.defer(taps.listener.close)
             taps.listener.opened()
-            attachment.attach_all(taps.listener.boundaries(self.index))
+            taps.listener.attach(attachment, self.index)
         counts = own is not None and (self._counts_steps or recording.has_sites)
         counted = steps.around(taps, recording, own, attachment, self._counts_steps) if counts and own else taps
         attachment.attach_all((*counted, *taps.leaving))

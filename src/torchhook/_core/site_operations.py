@@ -5,40 +5,25 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
 from torchhook._core import checkpointed
-from torchhook._core.functional import Listener, Recorder, made_here
-from torchhook._core.hooks import Attachable
+from torchhook._core.functional import BeginTap, EndTap, Listener, made_here
+from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
+from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
+from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value, repeated
+from torchhook._core.targets import Target
 from torchhook._recording.address import Site
-from torchhook._torch import dispatcher, graph_task, innermost_module, sharded
-from torchhook._torch.hooks import Undo, put_before
-from torchhook._values.by_identity import ByIdentity
-from torchhook._values.wrappers import ORDINARY
+from torchhook._recording.rows import Rows
+from torchhook._torch import dispatch_modes, graph_task, innermost_module, sharded, torch_task
 from torchhook.errors import SelectorError, SessionError
-
-
-class _CallTap(Tap):
-    """Says how a module is called."""
-
-    def __init__(self, function: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        super().__init__("call")
-        self.function = function
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self.function(module, args, kwargs or {})
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        put_before(undo, module, self)
 
 
 class _WholeTap(LeaveTap):
@@ -75,21 +60,12 @@ class SiteListener(Listener):
         self._expected: dict[tuple[int, str], tuple[Site, Collection[int]]] = {}
         self._paths: dict[tuple[int, str], str] = {}
         self._changes = False
-        self._may_be_told = False
-        """Whether the dispatcher tells of all that it wants to hear, where arguments are plain."""
-        self._told: dict[int, OperationTap] = {}
-        """Where they were, in the calls so far: by the id of the module."""
         self._followed: WeakSet[Any] = WeakSet()
 
     def opened(self) -> None:
         super().opened()
         self._changes = any(tap.edits or tap.aliases for tap in self.taps())
         self._recorded = {}
-        only_looks = not (self._counted or self._inputs or self._changes)
-        self._may_be_told = only_looks and dispatcher.can_tell(self._names)
-        if self._may_be_told:
-            taps = self._outputs.items()
-            self._told = {key: tap for (key, _), tap in taps if _plain.get(self._modules[key]) is not None}
 
     def tap(self, module: nn.Module, site: Site, inward: bool, expected: Collection[int] = ()) -> OperationTap:
         """What the inputs or outputs of an operation in a module pass; how often it may come there, if that is known.
@@ -107,27 +83,41 @@ class SiteListener(Listener):
             self._counted.add((id(module), plain))
         return (self._inputs if inward else self._outputs).setdefault((id(module), name), OperationTap(site.path))
 
+    def record(
+        self, target: Target, keep: Keep, rows: Rows, order: Iterator[int], expected: Collection[int]
+    ) -> OperationTap | None:
+        """The tap of an output that is to be recorded, as ``tap`` makes it; ``None`` where it records already."""
+        site, module, _ = target
+        name, key = str(site.op), id(module)
+        if (key, name) in self._outputs or expected or name.endswith(")"):
+            tap = self.tap(module, site, False, expected)
+            if tap.keep is not None:  # under another of its names
+                return None
+        else:  # as nearly always: on one level, for there may be one in each block of a model
+            tap = self._outputs[key, name] = OperationTap(site.path)
+            self._modules[key] = module
+            self._names.add(name)
+            self._paths[key, name] = site.path
+        tap.record(keep, rows, order)
+        return tap
+
     def taps(self) -> Iterator[OperationTap]:
         yield from self._inputs.values()
         yield from self._outputs.values()
 
-    def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
-        if self._counted or self._changes:
-            enter: EnterTap | _CallTap = EnterTap(self.enter)
-            leave: LeaveTap = _WholeTap(self.leave, self._finish)
-        elif self._may_be_told:
-            enter, leave = _CallTap(self._enter_called), LeaveTap(self._leave_called)
-        else:  # what these come to then, without the calls
-            enter, leave = EnterTap(super().enter), LeaveTap(super().leave)
+    def attach(self, attachment: Attachment, index: Index) -> None:
         if id(index.root) not in self._modules:
-            yield index.root, EnterTap(self._begin)
-        for module in self._modules.values():
-            yield module, enter
-            yield module, leave
+            attachment.attach(EnterTap(self._begin), index.root)
+        if self._counted or self._changes:
+            enter: EnterTap = EnterTap(self.enter)
+            leave: LeaveTap = _WholeTap(self.leave, self._finish)
+        else:  # what these come to then, without the calls
+            enter, leave = BeginTap(self), EndTap(self)
+        attachment.attach_between(enter, self._modules.values(), leave)
 
     @property
     def _counts(self) -> dict[int, list[Counter[str]]]:
-        return self._place.counts
+        return self.place.counts
 
     def _begin(self, model: nn.Module) -> None:
         """The model is called, so none of its modules runs: what is there was left by an interrupt."""
@@ -154,29 +144,7 @@ class SiteListener(Listener):
         # In a module with hooks that is not the current one, other hooks run: it has not begun, or has ended.
         return current if module is None or id(module) in self._modules else module
 
-    def _enter_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As ``enter``, where the dispatcher may tell of all that is wanted.
-
-        It does not hear of a call that a class of tensors makes in its own way. So a mode listens until it has heard
-        a module make one with plain tensors, and whenever the module is given others.
-        """
-        tap = self._told.get(key := id(module))
-        if tap is None or _has_a_say(args) or _has_a_say(kwargs.values()):
-            super().enter(module)
-            return
-        self._place.ran[key] = tap.ran
-        super().enter(module, False)
-
-    def _leave_called(self, module: nn.Module) -> None:
-        before = self._place.ran.pop(key := id(module), -1)
-        if before >= 0 and (tap := self._told.get(key)) is not None and tap.ran == before:
-            # It calls something else now, or in another way.
-            _plain.forget(module)
-            del self._told[key]
-            self.unheard.add(key)
-        super().leave(module)
-
-    def enter(self, module: nn.Module, hears_all: bool = True) -> None:
+    def enter(self, module: nn.Module) -> None:
         super().enter(module)
         if self._changes and graph_task() == -1:
             self._gate.note_segments(0)  # which may be recomputed on a thread of autograd's
@@ -246,25 +214,21 @@ class SiteListener(Listener):
                 args, kwargs = as_arguments(value)
         return args, kwargs
 
-    def recorder(self, function: Callable[..., Any], is_plain: bool) -> Recorder | None:
+    def recorder(self, function: Callable[..., Any]) -> OperationTap | None:
         name = self._recorded.get(function)
-        if name is None or not (running := self._place.running):
+        if name is None or not (running := self.place.running):
             return None
-        module = innermost_module()
-        if module is not running[-1] or sharded.is_moving_weights(module):
-            return None
+        module = running[-1]
         tap = self._outputs.get((id(module), name))
-        if tap is None or not tap.only_records:
+        # As only_records asks: this runs once for each call that is kept.
+        if tap is None or tap.keep is None or tap.edits or tap.looks or tap.aliases or repeated:
+            return None
+        if torch_task() != -1 or dispatch_modes() or innermost_module() is not module:
+            return None
+        if sharded.is_moving_weights(module):
             return None
         self._heard = True
-        if is_plain and self._may_be_told:
-            self.heard_plain(name, module)
-        return tap.put
-
-    def heard_plain(self, name: str, module: nn.Module) -> None:
-        if self._may_be_told and (tap := self._outputs.get((id(module), name))) is not None:
-            _plain[module] = True
-            self._told[id(module)] = tap
+        return tap
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = None if self._counted else self._outputs.get((id(module), name))
@@ -296,19 +260,5 @@ class SiteListener(Listener):
             return output.copy_(value)
         return value
 
-
-# What most modules are called with.
-_NO_SAY = frozenset({*ORDINARY, type(None), bool, int, float, str, torch.dtype, torch.device})
-
-
-def _has_a_say(arguments: Collection[Any]) -> bool:
-    """Whether some of them are tensors of a class that may make calls in its own way."""
-    if _NO_SAY.issuperset(map(type, arguments)):
-        return False
-    return any(isinstance(one, Tensor) and type(one) not in ORDINARY for one in arguments)
-
-
-_plain: ByIdentity[bool] = ByIdentity()
-"""Modules whose operations were heard with plain tensors, and so can be told by the dispatcher from then on."""
 
 _NUMBERED = re.compile(r"\([0-9]+\)$")

@@ -118,7 +118,8 @@ class Steps:
     def end(self, module: nn.Module, output: Any) -> None:
         """It has run, or raised."""
         running = self._running
-        if running is None or running[0] is not module:
+        # A call of another context may end while one of this is under way: it did not begin here.
+        if running is None or running[0] is not module or self._scope not in active.get():
             return
         now, trail = running[1], self._trail
         # The first call of a loop makes the cache that the next one is given.

@@ -301,9 +301,10 @@ class OperationTap(Tap):
         )
 
     def put(self, value: Any, made_here: bool) -> None:
-        """What ``take`` comes to where it only records; ``made_here`` is for ``Keep.kept``."""
+        """What ``take`` comes to where it ``only_records``; ``made_here`` is for ``Keep.kept``."""
+        assert self.keep is not None
         self.ran = (call := next(self.calls)) + 1
-        self.look(value, call, made_here)
+        self.rows.append((call, next(self.order), self.keep.kept(value, made_here)))
 
     def look(self, value: Any, call: int, made_here: bool = False) -> None:
         if self.keep is not None:

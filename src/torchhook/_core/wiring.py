@@ -191,12 +191,10 @@ class Taps:
     def _record_operation(self, target: Target, keep: Keep, rows: Rows, order: Iterator[int]) -> bool:
         if target.site in self.targets:
             return False
-        tap = self._operation_tap(target, inward=False)
-        if tap.keep is not None:  # recorded under another of its names
-            return False
-        tap.record(keep, rows, order)
-        self.targets[target.site] = (target, tap)
-        return True
+        tap = self._operations().record(target, keep, rows, order, naming.times(self.index.root, target.site))
+        if tap is not None:
+            self.targets[target.site] = (target, tap)
+        return tap is not None
 
     def record_all(
         self, outputs: Outputs, keep: Keep, recording: Recording, limit: int | None, looks: Sequence[Look]
@@ -322,11 +320,15 @@ class Taps:
         """There is more than ``recorders``, which stay; any site that is asked for makes it so."""
         _ = self.targets
 
-    def _operation_tap(self, target: Target, inward: bool) -> OperationTap:
+    def _operations(self) -> SiteListener:
         if self.listener is None:
             self.listen(SiteListener(self._scope))
         assert isinstance(self.listener, SiteListener)
-        return self.listener.tap(target.module, target.site, inward, naming.times(self.index.root, target.site))
+        return self.listener
+
+    def _operation_tap(self, target: Target, inward: bool) -> OperationTap:
+        expected = naming.times(self.index.root, target.site)
+        return self._operations().tap(target.module, target.site, inward, expected)
 
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:

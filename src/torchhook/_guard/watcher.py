@@ -70,7 +70,7 @@ class Watcher(Listener):
 
     # -- modules ------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module, hears_all: bool = True) -> None:
+    def enter(self, module: nn.Module) -> None:
         if repeating and not self._repeats:
             return  # another guard's repetition of what was seen here before
         super().enter(module)

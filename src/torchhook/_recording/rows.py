@@ -184,6 +184,8 @@ Rows = list[Row] | deque[Row]
 
 def made(limit: int | None, sites: Sequence[Site] = ()) -> Rows:
     """Rows for what ``sites`` name, which are one site with different calls; the newest ``limit`` of them."""
+    if limit is None and not sites:
+        return []
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise ValueError(f"max_records={limit!r}: give a positive number, or None to keep every record.")
     if any(site.counts_back for site in sites):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchhook._torch.autograd import current_node, graph_task, saved_tensor_hooks
+from torchhook._torch.autograd import current_node, graph_task, saved_tensor_hooks, torch_task
 from torchhook._torch.finding import find
 
 _MODULES = "torch.nn.modules.module"
@@ -44,7 +44,8 @@ def times_running(module: nn.Module) -> int:
 
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread; none outside of what is recomputed."""
-    names = _names() if graph_task() != -1 else None
+    # Torch's own count first: it says -1 nearly always, and graph_task is one call more.
+    names = _names() if torch_task() != -1 and graph_task() != -1 else None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # as frames does, quicker: this is asked at every operation that has a site
         if frame.f_code is _CALL:

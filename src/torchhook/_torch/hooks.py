@@ -163,6 +163,28 @@ def put_around(undo: Undo, root: nn.Module, before: Hook, modules: Iterable[nn.M
             undo.append(module.register_forward_hook(hook).remove)
 
 
+def put_between(undo: Undo, before: Hook, modules: Iterable[nn.Module], behind: Hook) -> None:
+    """As ``put_before`` without keywords and ``put_always`` as the first, for each module, without the calls."""
+    where: list[dict[int, Any]] = []
+    keys: list[int] = []
+    undo.append(partial(_take_all_away, where, keys))
+    for module in modules:
+        kind = type(module)
+        if is_direct and kind.register_forward_pre_hook is _BEFORE and kind.register_forward_hook is _AFTER:
+            key, after = next(_keys, None) or _more_keys(), next(_keys, None) or _more_keys()
+            first, marks, hooks = module._forward_pre_hooks, module._forward_hooks_always_called, module._forward_hooks
+            # Known before they are there: an interrupt may come between any two lines.
+            keys += key, after, after
+            where += first, marks, hooks
+            first[key] = before
+            marks[after] = True
+            hooks[after] = behind
+            hooks.move_to_end(after, last=False)  # type: ignore[attr-defined]
+        else:
+            put_before(undo, module, before, kwargs=False)
+            put_always(undo, module, behind, first=True)
+
+
 def put_on_leaf(undo: Undo, leaf: Tensor, hook: Hook) -> None:
     """Call ``hook(gradient)`` when the gradient of a tensor that no step has made is there."""
     # Made by the first hook that is registered, and looked into for each gradient from then on.
