@@ -267,7 +267,7 @@ class Taps:
     def forget_root_input(self) -> None:
         """The model runs already: PyTorch goes through the hooks that were there when the call began."""
         self._inputs.pop(id(self.index.root), None)
-        self._do_more()
+        _ = self.targets  # there is more than recorders, which stay
 
     def complete(self) -> None:
         """Nothing more will be asked for."""
@@ -314,11 +314,7 @@ class Taps:
         if self.seen_from is None:
             raise SessionError("operations are seen in one thread only, the session's own: leave out threads='all'.")
         self.listener = listener
-        self._do_more()
-
-    def _do_more(self) -> None:
-        """There is more than ``recorders``, which stay; any site that is asked for makes it so."""
-        _ = self.targets
+        _ = self.targets  # there is more than recorders, which stay
 
     def _operations(self) -> SiteListener:
         if self.listener is None:
@@ -327,8 +323,8 @@ class Taps:
         return self.listener
 
     def _operation_tap(self, target: Target, inward: bool) -> OperationTap:
-        expected = naming.times(self.index.root, target.site)
-        return self._operations().tap(target.module, target.site, inward, expected)
+        site = target.site
+        return self._operations().tap(target.module, site, inward, naming.times(self.index.root, site))
 
     def _make(self, target: Target) -> Tap:
         if target.tensor is not None:
