@@ -20,6 +20,8 @@ class Held(NamedTuple):
 
     opens: Callable[[], AbstractContextManager[object]]
     run: Run
+    before: int = 1
+    """Its first calls, which do not count: more than one where a tool does more in them than later."""
 
 
 Contestants = Mapping[str, Run | Held]
@@ -59,8 +61,8 @@ def measure(
         seconds: stop after about so long, once each has had three turns; those much slower take theirs besides.
         clock: ``time.process_time`` where everything is computed in this process and others disturb it.
     """
-    # Who is open has its first call behind it when its time begins, and so have the others beside it.
-    warm = any(isinstance(run, Held) for run in contestants.values())
+    # Who is open has its first calls behind it when its time begins, and the others beside it have as many.
+    warm = max((run.before for run in contestants.values() if isinstance(run, Held)), default=0)
     first = {name: min(_turn(run, 1, wait, clock) for _ in range(2)) for name, run in contestants.items()}
     unit, *others = contestants
     slow = [name for name in others if first[name] > patience * min(first.values())]
@@ -107,10 +109,10 @@ def line(costs: Mapping[int, float]) -> tuple[float, float]:
     return found.slope, found.intercept
 
 
-def _turn(way: Run | Held, repeat: int, wait: Run, clock: Callable[[], float], warm: bool = False) -> float:
+def _turn(way: Run | Held, repeat: int, wait: Run, clock: Callable[[], float], warm: int = 0) -> float:
     opens, run = way if isinstance(way, Held) else (nullcontext, way)
     with opens():
-        if warm:
+        for _ in range(warm):
             run()
         wait()
         started = clock()
