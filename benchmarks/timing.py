@@ -110,7 +110,7 @@ def line(costs: Mapping[int, float]) -> tuple[float, float]:
 
 
 def _turn(way: Run | Held, repeat: int, wait: Run, clock: Callable[[], float], warm: int = 0) -> float:
-    opens, run = way if isinstance(way, Held) else (nullcontext, way)
+    opens, run = (way.opens, way.run) if isinstance(way, Held) else (nullcontext, way)
     with opens():
         for _ in range(warm):
             run()
