@@ -24,7 +24,7 @@ from torchhook import _torch
 from torchhook._core.hooks import Attachable, Attachment
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
-from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, listeners, own_work
+from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
 from torchhook._torch import modes_on, sharded, turn_off, turn_on
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import held_by_name
@@ -61,6 +61,7 @@ def op_name(function: Callable[..., Any]) -> str | None:
 
 
 _openings = count()
+Recorder = Callable[[Any, bool], None]
 
 
 class _Place(threading.local):
@@ -84,8 +85,7 @@ class Listener:
         self.seen: dict[int, Counter[str]] = {}
         """Operations that returned tensors, by the id of the module, counted."""
         self._gate = Tap("operations", scope)
-        self.scope = scope
-        self.place = _Place()
+        self._place = _Place()
         self._is_open = False
 
     def opened(self) -> None:
@@ -110,7 +110,7 @@ class Listener:
     def enter(self, module: nn.Module) -> None:
         if self._gate.is_foreign():
             return
-        running = self.place.running  # and no call for it: this is done for each call of a module
+        running = self._place.running  # and no call for it: this is done for each call of a module
         if running and module is running[0] and _torch.times_running(module) < 2:
             self.unwind(0)  # left by an interrupt, which hooks do not see
         if running:
@@ -125,7 +125,7 @@ class Listener:
         self.enter(model)
 
     def leave(self, module: nn.Module) -> None:
-        running = self.place.running
+        running = self._place.running
         if not running or (running[-1] is not module and not any(module is other for other in running)):
             return
         if not self._gate.is_foreign():
@@ -164,7 +164,7 @@ class Listener:
 
     @property
     def _running(self) -> list[nn.Module]:
-        return self.place.running
+        return self._place.running
 
     @property
     def depth(self) -> int:
@@ -178,8 +178,8 @@ class Listener:
         """The module in which a call happens that is to be heard of."""
         return self._running[-1] if self._running else None
 
-    def recorder(self, function: Callable[..., Any]) -> OperationTap | None:
-        """What keeps what a call returns, where nothing else is to be done about that call."""
+    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
+        """Takes what a call returns, and whether it is new, where nothing else is to be done about that call."""
         return None
 
     def before(
@@ -258,7 +258,7 @@ class _Mode(TorchFunctionMode):
         if len(self.listeners) == 1 and (record := self.listeners[0].recorder(func)) is not None and not own_work.busy:
             output = func(*args, **kwargs)
             made_here = getrefcount(output) <= held_by_name  # on a line of its own, for arguments are references too
-            record.put(output, made_here)
+            record(output, made_here)
             return output
         name = op_name(func)
         if name is None:
@@ -309,7 +309,7 @@ class BeginTap(EnterTap):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         listener, mode = self._listener, _modes.mode
-        scope, running = listener.scope, listener.place.running
+        scope, running = listener._gate.scope, listener._place.running
         if (
             scope is None
             or (scope.runs_eagerly and in_trace())
@@ -336,7 +336,7 @@ class EndTap(LeaveTap):
 
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
         listener, mode = self._listener, _modes.mode
-        scope, running = listener.scope, listener.place.running
+        scope, running = listener._gate.scope, listener._place.running
         if (
             scope is None
             or (scope.runs_eagerly and in_trace())

@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
 from torchhook._core import checkpointed
-from torchhook._core.functional import BeginTap, EndTap, Listener, made_here
+from torchhook._core.functional import BeginTap, EndTap, Listener, Recorder, made_here
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
@@ -117,7 +117,7 @@ class SiteListener(Listener):
 
     @property
     def _counts(self) -> dict[int, list[Counter[str]]]:
-        return self.place.counts
+        return self._place.counts
 
     def _begin(self, model: nn.Module) -> None:
         """The model is called, so none of its modules runs: what is there was left by an interrupt."""
@@ -214,9 +214,9 @@ class SiteListener(Listener):
                 args, kwargs = as_arguments(value)
         return args, kwargs
 
-    def recorder(self, function: Callable[..., Any]) -> OperationTap | None:
+    def recorder(self, function: Callable[..., Any]) -> Recorder | None:
         name = self._recorded.get(function)
-        if name is None or not (running := self.place.running):
+        if name is None or not (running := self._place.running):
             return None
         module = running[-1]
         tap = self._outputs.get((id(module), name))
@@ -228,7 +228,7 @@ class SiteListener(Listener):
         if sharded.is_moving_weights(module):
             return None
         self._heard = True
-        return tap
+        return tap.put
 
     def after(self, name: str, module: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = None if self._counted else self._outputs.get((id(module), name))
