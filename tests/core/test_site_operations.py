@@ -47,6 +47,20 @@ class Attends(nn.Module):
         return found.mul_(2) if not found.requires_grad else found * 2
 
 
+class Around(nn.Module):
+    """Attends before and after another that attends, which it calls in a block."""
+
+    def __init__(self, block: Callable[[], Any] = contextlib.nullcontext) -> None:
+        super().__init__()
+        self.inner, self.block = Attends(), block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.scaled_dot_product_attention(x, x, x)
+        with self.block():
+            x = self.inner(x)
+        return F.scaled_dot_product_attention(x, x, x) + 1
+
+
 def assert_right(rec: th.Recording, model: Attends, address: str = f"/{OP}") -> None:
     found = rec.all(address)
     assert len(found) == len(model.right) > 0
@@ -279,18 +293,7 @@ def test_jagged_tensors_made_inside_are_kept_as_they_are() -> None:
 
 
 def test_the_mode_of_a_user_that_is_on_for_a_part_of_a_module_comes_off_again() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Attends()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.scaled_dot_product_attention(x, x, x)
-            with torch.device("meta"):
-                x = self.inner(x)
-            return F.scaled_dot_product_attention(x, x, x)
-
-    model = Outer()
+    model = Around(lambda: torch.device("meta"))
     for sites in ([f"/{OP}"], [f"/{OP}", f"inner/{OP}"], [f"/{OP}", f"inner/{OP}:input"]):
         with torch.no_grad(), th.capture(model, sites) as rec:
             model(X)
@@ -360,17 +363,7 @@ def test_what_multi_head_attention_calls_is_its_own() -> None:
 
 
 def test_modules_inside_of_each_other_hear_of_their_own_calls() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Attends()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = F.scaled_dot_product_attention(x, x, x)
-            x = self.inner(x)
-            return F.scaled_dot_product_attention(x, x, x) + 1
-
-    model = Outer()
+    model = Around()
     with torch.no_grad():
         first = F.scaled_dot_product_attention(X, X, X)
         for sites in ([f"/{OP}"], [f"/{OP}", f"inner/{OP}"], [f"inner/{OP}"], [f"/{OP}", f"inner/{OP}"]):
@@ -445,7 +438,7 @@ def test_what_our_own_hooks_compute_is_not_heard() -> None:
     assert torch.equal(rec[f"/{OP}"], transform(right))
 
 
-def test_a_language_model_that_generates_is_told_of_step_by_step() -> None:
+def test_a_language_model_that_generates_is_heard_step_by_step() -> None:
     model, _ = small_gpt2(eos_token_id=None)
     ids = torch.arange(5)[None]
     right: list[Tensor] = []
