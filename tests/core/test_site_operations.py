@@ -301,7 +301,7 @@ def test_the_mode_of_a_user_that_is_on_for_a_part_of_a_module_comes_off_again() 
         assert torch.empty(1).device.type == "cpu"
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_what_no_function_of_python_calls_is_no_site_in_any_session() -> None:
     inside = torch.jit.script(scripted)
 
