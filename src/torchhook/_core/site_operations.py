@@ -18,11 +18,11 @@ from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value, repeated
+from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
 from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.rows import Rows
-from torchhook._torch import dispatch_modes, graph_task, innermost_module, sharded, torch_task
+from torchhook._torch import graph_task, innermost_module, sharded
 from torchhook.errors import SelectorError, SessionError
 
 
@@ -220,12 +220,7 @@ class SiteListener(Listener):
             return None
         module = running[-1]
         tap = self._outputs.get((id(module), name))
-        # As only_records asks: this runs once for each call that is kept.
-        if tap is None or tap.keep is None or tap.edits or tap.looks or tap.aliases or repeated:
-            return None
-        if torch_task() != -1 or dispatch_modes() or innermost_module() is not module:
-            return None
-        if sharded.is_moving_weights(module):
+        if tap is None or not tap.only_records or innermost_module() is not module or sharded.is_moving_weights(module):
             return None
         self._heard = True
         return tap.put
