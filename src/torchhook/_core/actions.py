@@ -167,20 +167,13 @@ ToCome = Callable[[], list[edits.StepsToCome]]
 """Asks an edit which steps it has waited for in vain."""
 
 
-def placed(edit: Any, target: Target, known: Where, own_threads: bool) -> tuple[edits.Edit, ToCome | None]:
-    """What a user gives as an edit, ready for one target; and, where it is for some steps, whom to ask for those."""
-    change = edits.adapt(edit)
-    if not own_threads and edits.asks_step(change):
-        raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
+def placed(change: edits.Edit, target: Target, known: Where, own_threads: bool) -> tuple[edits.Edit, ToCome | None]:
+    """An edit, ready for one target; and, where it is for some steps, whom to ask for those."""
     asks = edits.asks_step(change)
+    if asks and not own_threads:
+        raise SessionError(f"{change!r}: steps are counted in one thread only: leave out threads='all'.")
     change = edits.placed(change, target.site, known)
-    to_come = functools.partial(_steps_of, change) if asks else None
-    return _of_part(change, target), to_come
-
-
-def counts_steps(edit: Any) -> bool:
-    """Whether what a user gives as an edit may ask in which step of a generation it is."""
-    return not edits.is_same_in_every_step(edits.adapt(edit))
+    return _of_part(change, target), functools.partial(_steps_of, change) if asks else None
 
 
 def _steps_of(edit: edits.Edit) -> list[edits.StepsToCome]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from torchhook import edits
 from torchhook._core import actions, calling, early_end, exit_report, functional, hooks, never_ran, select, steps
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
@@ -107,8 +108,9 @@ class Session(Shown):
                 "To change the value, edit what the module makes of it, or assign it."
             )
         select.refuse_counting_back(site, "an edit")
-        self._counts_steps = self._counts_steps or actions.counts_steps(edit)
-        change, to_come = actions.placed(edit, target, self._taps.heads_at(target), self._own_threads_only)
+        given = edits.adapt(edit)
+        self._counts_steps = self._counts_steps or not edits.is_same_in_every_step(given)
+        change, to_come = actions.placed(given, target, self._taps.heads_at(target), self._own_threads_only)
         if to_come is not None:
             self._to_come = (*self._to_come, (site, to_come))
         self._taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))

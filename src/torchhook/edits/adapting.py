@@ -22,6 +22,8 @@ from torchhook.errors import EditError
 
 def adapt(edit: Any) -> Edit:
     """An edit that takes value and site, whatever the function it is made of takes; a sequence runs in order."""
+    if isinstance(edit, CataloguedEdit):
+        return edit
     if isinstance(edit, (list, tuple)):
         return Steps(tuple(adapt(step) for step in edit))
     # Every function of the catalogue makes edits, and being callable would pass as one of the user's.
@@ -32,7 +34,7 @@ def adapt(edit: Any) -> Edit:
             f"{edit!r} is not an edit. Use one of torchhook.edits (edits.replace(value) puts a value in), "
             "or a function f(value) or f(value, site)."
         )
-    return edit if isinstance(edit, CataloguedEdit) or _wants_site(edit) else OfValue(edit)
+    return edit if _wants_site(edit) else OfValue(edit)
 
 
 def no_dict(edits: Any, keys: str) -> TypeError:
