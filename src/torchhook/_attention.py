@@ -6,10 +6,11 @@ model multiplies and takes the softmax itself, that softmax is the map.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torchhook import _torch
 from torchhook._core import calling, never_ran
 from torchhook._core.heads import heads_at
-from torchhook._core.index import is_callable
+from torchhook._core.index import Index, is_callable
 from torchhook._core.keep import Keep
 from torchhook._core.select import Selector, resolve
 from torchhook._core.session import Session
@@ -98,35 +99,26 @@ class _Attending(Session):
 
     _opened_as = "th.attention(model) as maps"
 
+    _chosen: _Modules
+
     def __init__(self, model: nn.Module, sites: Selector | None, device: torch.device | str | None) -> None:
         super().__init__(model)
-        index = self.index
-        every = {key: index.names(module)[0] for key, module in index.distinct.items() if is_callable(module)}
-        self._chosen = every
-        self._written: dict[str, str] = {}
-        if sites is not None:
-            targets = resolve(index, sites)
-            self._chosen = {id(target.module): target.site.path for target in targets}
-            # As they were written, where a standard name stands for another place than one would think.
-            self._written = {t.site.path: t.site.every_call.shown for t in targets if t.site.role}
-        # Where else the model attends is only for the advice, should the chosen modules never do.
-        self._not_chosen = {key: every[key] for key in every.keys() - self._chosen.keys()}
         self._others: dict[str, None] = {}
         self._device = device
-        self.prepare(_build)
+        # No method of the session that holds it: that would be a cycle, freed only when the collector comes by.
+        self.prepare(functools.partial(_choose, sites), _build)
 
-    def build(self) -> None:
+    def build(self, modules: _Modules) -> None:
         """For one opening."""
         index, recording, keep = self.index, self.recording, Keep(device=self._device)
         self._others.clear()
         # A map is that of the call as it was made: also what sessions changed that were opened after this one.
         self.listen(SiteListener(self.scope, last=True))
-        for key, path in self._not_chosen.items():
-            _look(self, path, index.distinct[key], _notices(index.distinct[key], path, self._others))
+        for path, module in modules.others.items():
+            _look(self, path, module, _notices(module, path, self._others))
         names = list[tuple[str, str]]()
         recording.other_names = lambda: names
-        for key, path in self._chosen.items():
-            module = index.distinct[key]
+        for path, module in modules.chosen.items():
             names += [(name, path) for name in index.names(module) if name != path]
             put = keep.recorder(recording.opened(Site(path)).append, recording.order)
             _look(self, path, module, _looks(module, put, heads_at(index, Target(Site(path, op=_FUSED), module))))
@@ -142,8 +134,8 @@ class _Attending(Session):
     def not_seen(self) -> str:
         """Why there are no maps."""
         if self._others:
-            paths = list(self._chosen.values())
-            chosen = [f"{self._written[p]!r} ({shown(p)})" if p in self._written else repr(shown(p)) for p in paths]
+            paths, written = list(self._chosen.chosen), self._chosen.written
+            chosen = [f"{written[p]!r} ({shown(p)})" if p in written else repr(shown(p)) for p in paths]
             others = sorted(self._others, key=lambda path: -max(_shared(path, other) for other in paths))
             return (
                 f"no attention call was seen in what sites= chose, {listed(chosen)}. It is called in "
@@ -156,10 +148,30 @@ class _Attending(Session):
         )
 
 
-# No method of the session that holds it: that would be a cycle, freed only when the collector comes by.
-def _build(session: Session) -> None:
+class _Modules(NamedTuple):
+    """Those of a model that can run, by one path each."""
+
+    chosen: dict[str, nn.Module]
+    written: dict[str, str]
+    """The chosen ones as they were written, where a standard name stands for another place than one would think."""
+    others: dict[str, nn.Module]
+    """Where else the model attends is only for the advice, should the chosen ones never do."""
+
+
+def _choose(sites: Selector | None, index: Index) -> _Modules:
+    every = {index.names(module)[0]: module for module in index.distinct.values() if is_callable(module)}
+    if sites is None:
+        return _Modules(every, {}, {})
+    targets = resolve(index, sites)
+    of_module = {id(target.module): target for target in targets}  # one with several names is looked at once
+    chosen = {target.site.path: target.module for target in of_module.values()}
+    written = {t.site.path: t.site.every_call.shown for t in targets if t.site.role}
+    return _Modules(chosen, written, {path: m for path, m in every.items() if id(m) not in of_module})
+
+
+def _build(session: Session, modules: _Modules) -> None:
     assert isinstance(session, _Attending)
-    session.build()
+    session.build(modules)
 
 
 def _look(session: Session, path: str, module: nn.Module, looks: dict[str, Look]) -> None:

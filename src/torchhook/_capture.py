@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,33 +87,44 @@ def capture(
     """
     session = Session(model, threads=threads)
     session.takes_all = not selectors
-    # Not "**": a glob never means the model itself.
-    targets = resolve(session.index, selectors or _every_module, exclude=exclude, port=port)
-    changes = _resolved(session.index, edit) if edit else []
     if gather not in ("local", "full"):
         raise ValueError(f"gather={gather!r}: use 'local' (what this rank has) or 'full' (all of it, on every rank).")
-    changed, together = None, None
-    if transform is not None or gather == "full":
-        own = per_site.by_target(transform, session.index, targets, port)
-        if gather == "full":
-            together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
-            whole = _Gathered(together)
-            made = {id(one): whole if one is None else compose(whole, one) for one in own}
-            own = [made[id(one)] for one in own]
-        changed = per_site.chosen(targets, own)
-    keeper = Keep(keep, device=device, dtype=dtype, transform=changed)
 
-    def build(session: Session) -> None:
-        for target, change in changes:
+    def choose(index: Index) -> _Chosen:
+        # Not "**": a glob never means the model itself.
+        targets = resolve(index, selectors or _every_module, exclude=exclude, port=port)
+        changes = _resolved(index, edit) if edit else []
+        changed, together = None, None
+        if transform is not None or gather == "full":
+            own = per_site.by_target(transform, index, targets, port)
+            if gather == "full":
+                together = Together(f"captured {zlib.crc32(' '.join(target.site for target in targets).encode())}")
+                whole = _Gathered(together)
+                made = {id(one): whole if one is None else compose(whole, one) for one in own}
+                own = [made[id(one)] for one in own]
+            changed = per_site.chosen(targets, own)
+        return _Chosen(targets, changes, Keep(keep, device=device, dtype=dtype, transform=changed), together)
+
+    def build(session: Session, chosen: _Chosen) -> None:
+        for target, change in chosen.changes:
             session.edit(target, change)
-        session.gathers = together
-        session.record(targets, keeper, max_records, before_edits)
+        session.gathers = chosen.together
+        session.record(chosen.targets, chosen.keep, max_records, before_edits)
         # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
         if stop:
-            session.stop_when_seen(targets)
+            session.stop_when_seen(chosen.targets)
 
-    session.prepare(build)
+    session.prepare(choose, build)
     return session.handed_out("what th.capture(…) returned")
+
+
+class _Chosen(NamedTuple):
+    """What the arguments of ``capture`` come to, of the modules that are there."""
+
+    targets: Sequence[Target]
+    changes: list[tuple[Target, Any]]
+    keep: Keep
+    together: Together | None
 
 
 class _Gathered:
@@ -149,13 +160,12 @@ def edit(model: nn.Module, edits: Edits, *, threads: Threads = "own") -> Session
     come first.
     """
     session = Session(model, threads=threads)
-    changes = _resolved(session.index, edits)
 
-    def build(session: Session) -> None:
+    def build(session: Session, changes: list[tuple[Target, Any]]) -> None:
         for target, change in changes:
             session.edit(target, change)
 
-    session.prepare(build)
+    session.prepare(lambda index: _resolved(index, edits), build)
     return session.handed_out("what th.edit(…) returned")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchhook import edits
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.session import Session
-from torchhook.errors import NeverRanWarning, SessionError
+from torchhook.errors import NeverRanWarning, SelectorError, SessionError
 
 
 class Net(nn.Module):
@@ -131,12 +132,194 @@ def test_what_never_ran_is_said_of_the_opening_in_which_it_did_not(net: Net) -> 
     assert rec.missing == {}
 
 
-def test_a_module_that_was_replaced_since_is_named(net: Net) -> None:
-    session = th.capture(net, "a")
+# -- selectors mean what is there when it opens ------------------------------------------------------
+
+
+@pytest.mark.parametrize("opened_before", [0, 1, 2])
+@pytest.mark.parametrize("selector", ["a", "*", re.compile("a"), nn.Linear, lambda name, module: name == "a"])
+def test_a_module_that_took_the_place_of_another_is_seen_from_then_on(
+    net: Net, opened_before: int, selector: Any
+) -> None:
+    session, x = th.capture(net, selector), batches()[0]
+    for _ in range(opened_before):
+        with session:
+            net(x)
     net.a = nn.Linear(3, 3)
-    with pytest.warns(NeverRanWarning, match="another Linear now"), session as rec:
-        net(batches()[0])
-    assert "a" in rec.missing
+    for _ in range(2):
+        with session as rec:
+            net(x)
+        assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
+        assert rec.missing == {}
+    assert hooks_on(net) == []
+
+
+class Around(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": True}, {"transform": torch.neg}, {"edit": {"b": edits.scale(2)}}])
+def test_a_layer_that_is_wrapped_meanwhile_is_what_its_name_says(net: Net, options: Any) -> None:
+    session, x = th.capture(net, "a", **options), batches()[0]
+    session.run(x)
+    net.a = Around(net.a)  # type: ignore[assignment]
+    _, rec = session.run(x)
+    expected = by_hand(net, x, "a")[0]
+    assert torch.equal(rec["a"], -expected if "transform" in options else expected)
+    net.a = net.a.base  # type: ignore[assignment]
+    rec = session.run(x)[1]
+    assert torch.equal(rec["a"].abs(), by_hand(net, x, "a")[0].abs())
+
+
+def test_edits_go_to_the_module_that_is_there(net: Net) -> None:
+    session, x = th.edit(net, {"a": edits.zero()}), batches()[0]
+    with session:
+        net(x)
+    net.a = nn.Linear(3, 3)
+    plain = net(x)
+    with session:
+        assert torch.equal(net(x), net.b.bias.expand(2, 2))
+    assert torch.equal(net(x), plain)
+
+
+def test_layers_that_came_are_found_by_a_glob(net: Net) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    session, x = th.capture(model, "*"), batches()[0]
+    session.run(x)
+    model.append(nn.ReLU())
+    assert session.run(x)[1].keys() == ["0", "1", "2"]
+    del model[0]
+    assert session.run(x)[1].keys() == ["0", "1"]
+
+
+def test_a_layer_that_is_gone_is_named_and_the_session_opens_when_it_is_back(net: Net) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    session, x, last = th.capture(model, "1"), batches()[0], model[1]
+    session.run(x)
+    del model[1]
+    for _ in range(2):
+        with pytest.raises(SelectorError, match="'1'"):
+            session.run(x)
+    assert hooks_on(model) == []
+    assert not session.is_open
+    model.append(last)
+    assert torch.equal(session.run(x)[1]["1"], model(x))
+
+
+def test_attention_maps_are_those_of_the_module_that_is_there() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
+    session = th.attention(layer)
+    with torch.no_grad():
+        session.run(x)
+        layer.self_attn = nn.MultiheadAttention(8, 4, batch_first=True).eval()
+        _, maps = session.run(x)
+        expected = layer.self_attn(x, x, x, average_attn_weights=False)[1]
+    assert maps["self_attn"].shape == (1, 4, 5, 5)
+    assert torch.allclose(maps["self_attn"], expected, atol=1e-6)
+
+
+# -- one context at a time ---------------------------------------------------------------------------
+
+
+class Meets(nn.Module):
+    """Its forward pass is under way in two threads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if threading.current_thread().name == "first":
+            self.inside.set()
+            self.go_on.wait(10)
+        return y
+
+
+@pytest.mark.parametrize("way", ["run", "block"])
+def test_a_session_that_is_open_in_one_thread_is_refused_in_another(way: str) -> None:
+    model, found = Meets(), dict[str, Any]()
+    session = th.capture(model, "layer")
+
+    def first() -> None:
+        found["first"] = session.run(torch.ones(1, 2))[1]["layer"]
+
+    def second() -> None:
+        model.inside.wait(10)
+        try:
+            if way == "run":
+                session.run(torch.zeros(1, 2))
+            else:
+                with session:
+                    pass
+        except SessionError as error:
+            found["second"] = str(error)
+        finally:
+            model.go_on.set()
+
+    threads = [threading.Thread(target=first, name="first"), threading.Thread(target=second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found["first"], model.layer(torch.ones(1, 2)))
+    expected = "in another thread or task" if way == "run" else "is open already"
+    assert expected in found["second"]
+    assert "ake " in found["second"]  # what to do
+    assert torch.equal(session.run(torch.zeros(1, 2))[1]["layer"], model.layer(torch.zeros(1, 2)))
+    assert hooks_on(model) == []
+
+
+def test_of_threads_that_share_a_session_each_gets_its_own_values_or_an_error(net: Net) -> None:
+    session, wrong, refused = th.capture(net, "b"), list[int](), list[str]()
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        x = torch.full((1, 3), float(number))
+        expected = net(x).detach()
+        barrier.wait()
+        for _ in range(100):
+            try:
+                if not torch.equal(session.run(x)[1]["b"], expected):
+                    wrong.append(number)
+            except SessionError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert all("this session is open" in message for message in refused)
+    assert hooks_on(net) == []
+
+
+def test_run_in_another_thread_adds_to_a_session_of_all_threads(net: Net) -> None:
+    session, x = th.capture(net, "b", threads="all"), batches()[0]
+    with session as rec:
+        thread = threading.Thread(target=session.run, args=(x,))
+        thread.start()
+        thread.join()
+    assert torch.equal(rec["b"], net(x))
+
+
+def test_a_session_whose_opening_failed_is_built_anew(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, x = th.capture(net, "a", edit={"b": edits.scale(2)}), batches()[0]
+    session.run(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "record", lambda *args: pytest.fail("no"))
+        with pytest.raises(pytest.fail.Exception):
+            session.open()
+    output, rec = session.run(x)
+    assert torch.equal(rec["a"], by_hand(net, x, "a")[0])
+    assert torch.equal(output, 2 * net(x))
 
 
 def test_after_an_error_inside_the_block_it_opens_again(net: Net) -> None:

@@ -82,7 +82,8 @@ def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
         known.pop(next(iter(known)), None)
     # What globs end with, if that is a name: parameters and buffers of that name would be chosen too.
     ends = [re.split("[/#:]", name.rpartition(".")[2])[0] for name in _names(key) if is_glob(name)]
-    known[key] = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
+    known[key] = choice = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
+    index.remembered.append(choice)
 
 
 def _names(key: Any) -> Iterator[str]:

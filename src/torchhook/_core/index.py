@@ -49,6 +49,8 @@ class Index:
         """Modules of which all that they hold was looked at for it."""
         self.recalled: list[Known] = []
         """What needed no search, for it was asked for before."""
+        self.remembered: list[Known] = []
+        """What was found by a search, and will need none again."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -86,9 +88,10 @@ class Index:
             held = holder._modules
             if name not in held or held[name] is not child:
                 return False
-        for known in self.recalled:  # noqa: SIM110
-            if not known.holds():
-                return False
+        for found in (self.recalled, self.remembered):
+            for known in found:
+                if not known.holds():
+                    return False
         return True
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -5,40 +5,28 @@ every hook away again, whatever happens. Everything that looks into a model is a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from torchhook import edits
-from torchhook._core import actions, calling, early_end, exit_report, functional, hooks, never_ran, select, steps
-from torchhook._core.functional import Listener
-from torchhook._core.hooks import Attachment, TensorHandles
+from torchhook._core import calling, early_end, exit_report, functional, hooks, never_ran, steps
+from torchhook._core.building import NOTHING, Building
+from torchhook._core.building import Threads as Threads
+from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
-from torchhook._core.keep import Keep
-from torchhook._core.lost_gradients import Units
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
-from torchhook._core.ranks import Together
-from torchhook._core.recorders import Recorders
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
 from torchhook._core.sharding import Homes
-from torchhook._core.shown import Shown
-from torchhook._core.taps import CustomTap, Look, listeners
-from torchhook._core.targets import Outputs, Target
+from torchhook._core.taps import listeners
 from torchhook._core.wiring import Taps, opened
-from torchhook._recording.address import Site
 from torchhook._recording.records import Recording
-from torchhook._torch import graph_task
-from torchhook.errors import SelectorError, SessionError, never_opened
-
-Threads = Literal["own", "all"]
-_NOTHING: Mapping[Any, Any] = {}
+from torchhook.errors import SessionError, never_opened
 
 
-class Session(Shown):
+class Session(Building):
     """Edits and looks on sites of a model, for as long as it is open.
 
     Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
@@ -50,162 +38,16 @@ class Session(Shown):
     takes_all = False  # since nobody has named a site
     reports = True
     """Whether it notes in its recording what never ran, and why."""
-    gathers: Together | None = None
-    """With the other ranks, where the gradients of parameters are wanted whole."""
-    reduced = False
-    """Whether the gradients of parameters are wanted as the optimizer will see them, over all ranks."""
     unopened: str = ""
-    _recipe: Callable[[Session], None] | None = None
-    _counts_steps = False  # who only looks, as a guard does, asks for none
-    _depths: Mapping[int, int] = {}
-    _wait_again: Callable[[], object] = frozenset
-    """Called before each pass, to wait for all the sites again that it ends at."""
+    _depths: Mapping[int, int] = NOTHING
 
     def __init__(
         self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
     ) -> None:
-        hooks.refuse_compiled_code()
-        if threads not in ("own", "all"):
-            raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
-        self.index: Index = Index(model) if index is None else index
-        self._own_threads_only = threads == "own"
+        super().__init__(model, index, threads)
         self._warn = warn
-        self._recorders: Recorders | None = None
-        self._stops = False
-        self._begin()
-
-    def _begin(self) -> None:
-        """What belongs to one opening; the rest is the same in all of them."""
-        self.recording: Recording = Recording(self.index.model_name)
-        self.scope: Scope = Scope()
-        self._taps: Taps = Taps(self.index, self.scope, self.scope if self._own_threads_only else None)
-        self._keeps: tuple[Keep, ...] = ()
-        self._leaves: tuple[tuple[Tensor, Callable[[Tensor], Tensor | None]], ...] = ()
-        self._to_come: tuple[tuple[Site, actions.ToCome], ...] = ()
-        self._seen: set[Site] = set()
-        self._followed: Mapping[Site, Tensor] = _NOTHING
-        self._attachment: Attachment | None = None
-        self._closed = False
-
-    @property
-    def handles(self) -> TensorHandles:
-        """Hooks on tensors, which go when the session closes."""
-        return self._taps.handles
-
-    # -- building -----------------------------------------------------------------------------
-
-    def prepare(self, recipe: Callable[[Session], None]) -> None:
-        """Build the session by ``recipe``, now and each time that it is opened again."""
-        self._recipe = recipe
-        recipe(self)
-
-    def edit(self, target: Target, edit: Any) -> None:
-        """Change every value that passes ``target``, after the edits that are there already."""
-        site = target.site
-        if target.tensor is not None and site.port != "grad":
-            raise SelectorError(
-                f"{site.shown!r} is a parameter or buffer: only its gradient can be edited, as '{site.path}:grad'. "
-                "To change the value, edit what the module makes of it, or assign it."
-            )
-        select.refuse_counting_back(site, "an edit")
-        given = edits.adapt(edit)
-        self._counts_steps = self._counts_steps or not edits.is_same_in_every_step(given)
-        change, to_come = actions.placed(given, target, self._taps.heads_at(target), self._own_threads_only)
-        if to_come is not None:
-            self._to_come = (*self._to_come, (site, to_come))
-        self._taps.of(target).add_edit(actions.only_edit(site, actions.editor(site, change), self._seen))
-
-    def look(self, target: Target, look: Look) -> None:
-        """Hand every value that passes ``target`` to ``look``, after all edits."""
-        select.refuse_counting_back(target.site, "whoever looks")
-        look = actions.only_look(target.site, actions.of_leaf(target.site, look), self._seen)
-        self._taps.of(target).add_look(look)
-
-    def follow(self, parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Call ``hook`` with the gradients of a parameter as autograd hands them over; it is no site."""
-        self._leaves = (*self._leaves, (parameter, hook))
-
-    def record(
-        self, targets: Iterable[Target], keep: Keep, max_records: int | None = None, before_edits: bool = False
-    ) -> None:
-        """Keep every value that passes the targets in ``self.recording``."""
-        recording, taps = self.recording, self._taps
-        if type(targets) is Outputs and keep.only_copies and taps.is_new and not before_edits:
-            self._recorders = Recorders(self.index, targets, keep, max_records)
-            self._keeps = self._recorders.begin(recording, taps)
-            return
-        chosen = list(targets)
-        units = Units(self.index) if keep.mode in ("live", "reference") else None
-        task, padding = graph_task(), taps.call_padding(keep)
-        fast = keep.only_copies and not before_edits
-        for target, others, calls in select.by_site(chosen):
-            site = target.site
-            rows = recording.opened(site, max_records, calls)
-            own = keep.placed(site, taps.heads_at(target, at_once=True)) if keep.asks_where else keep
-            if fast and taps.record(target, own, rows, recording.order, task):
-                continue
-            tap, recorder = taps.of(target), actions.on_graph(site, own, own.recorder(rows.append, recording.order))
-            recorder = actions.checked(units.checked(site) if units else None, recorder)
-            recorder = actions.of_leaf(site, actions.knowing_padding(padding, site.path, recorder))
-            recorder = actions.only_keep(calls, recorder, self._seen)
-            for other in others:
-                taps.of(other)
-            if before_edits:
-                tap.add_edit(actions.looked_at_first(tap, recorder), first=True)
-            else:
-                tap.add_look(recorder)
-        names, layouts = recording.other_names, recording.find_layouts
-        later = select.found_later(self.index, [target.site for target in chosen], names, layouts)
-        recording.other_names, recording.find_layouts = later
-        recording.wait_with(keep.wait)
-        self._keeps = (*self._keeps, keep)
-        self._taps.root.add_look(actions.inputs_kept_from(keep), first=True)
-
-    def record_custom(
-        self, target: Target, function: Callable[[nn.Module, Any, Any], Any], keep: Keep, max_records: int | None = None
-    ) -> None:
-        """Keep what ``function(module, args, output)`` makes of each call; ``None`` is not kept."""
-        tap = CustomTap(target.site.path, self.scope if self._own_threads_only else None, function)
-        tap.add_look(keep.recorder(self.recording.opened(target.site, max_records).append, self.recording.order))
-        self._taps.custom(target, tap)
-
-    def stop_when_seen(self, targets: Sequence[Target]) -> None:
-        """End the forward pass once every one of ``targets`` has been seen."""
-        if not self._own_threads_only:
-            raise SessionError("stop=True ends the session's own calls only: leave out threads='all'.")
-        self._stops = True
-        sites, check = frozenset([target.site for target in targets]), early_end.refusal(self.index)
-        waiting = set(sites)
-        self._wait_again = partial(waiting.update, sites)
-        recorders, shared = self._taps.recorders, self._recorders
-        # As they are recorded: nothing else is at those taps.
-        if recorders is not None and shared is not None and shared.outputs is targets:
-            for site, tap in zip(shared.outputs.sites, recorders, strict=True):
-                tap.looks = (actions.stopper(self.scope, waiting, site, self._keeps, check),)
-            return
-        for target in targets:
-            if target.site.port.startswith("grad"):
-                raise SessionError(
-                    f"stop=True ends the forward pass, and {target.site.shown!r} needs the backward pass."
-                )
-            select.refuse_open_end(target.site)
-            self.look(target, actions.stopper(self.scope, waiting, target.site, self._keeps, check))
-
-    def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every functional operation inside the modules."""
-        self._taps.listen(listener)
-
-    # -- living -------------------------------------------------------------------------------
-
-    @property
-    def sites(self) -> list[Site]:
-        """The sites that are edited, looked at or recorded."""
-        return list(self._taps.targets)
-
-    @property
-    def edited_in_segments(self) -> list[Site]:
-        """The sites that were edited inside checkpointed segments, which run again in the backward pass."""
-        return [site for site, (_, tap) in self._taps.targets.items() if tap.edits and tap.segments.noted]
+        self._right_to_open: list[None] = [None]
+        """Taken by who opens it, until it is closed: two threads may try at once."""
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -233,21 +75,25 @@ class Session(Shown):
         return self
 
     def _open(self) -> Session:
-        if self._attachment is not None:
-            self._begin_again()
-        elif self._leaves or self._taps.recorders is None:
-            self._recorders = None
-        self.unopened = ""  # one that is refused was not forgotten
-        may_be_compiled, own = hooks.may_be_compiled(self.index.given), self.scope if self._own_threads_only else None
-        recorders, attachment = self._recorders, Attachment()
-        self._attachment = attachment
-        self._closed = False
         try:
-            if may_be_compiled:
+            self._right_to_open.pop()
+        except IndexError:
+            raise SessionError(
+                "this session is open already. Close it first, or make another: they may overlap."
+            ) from None
+        attachment = Attachment()
+        try:
+            self.unopened = ""  # one that is refused was not forgotten
+            self._make_ready()
+            self._attachment, self._closed = attachment, False
+            if self._leaves or self._taps.recorders is None:
+                self._recorders = None  # it does more than record
+            own, recorders = self.scope if self._own_threads_only else None, self._recorders
+            if hooks.may_be_compiled(self.index.given):
                 hooks.eager_stance.hold_for(attachment, own)
             attach = self._attach if recorders is None else recorders.attach
             attach(attachment, self.recording, self._taps, own)
-            self._depths = functional.depths() if listeners else _NOTHING
+            self._depths = functional.depths() if listeners else NOTHING
             if own is not None:
                 own.enter()
             elif UNSEEN in active.get():
@@ -255,7 +101,8 @@ class Session(Shown):
                     tap.made_unseen = True
         except BaseException:
             attachment.remove()
-            self._closed = True
+            self._attachment, self._closed = attachment, True
+            self._right_to_open[:] = [None]
             raise
         return self
 
@@ -281,27 +128,17 @@ class Session(Shown):
         for parameter, hook in self._leaves:
             attachment.follow(parameter, hook)
 
-    def _begin_again(self) -> None:
-        """Make all that belongs to one opening anew."""
-        if not self._closed:
-            raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
-        if self._recipe is None:
-            raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
-        self._begin()
-        if self._recorders is None:
-            self._recipe(self)
-            self._recorders = None  # as before: it does more than record
-        else:
-            self._keeps = self._recorders.begin(self.recording, self._taps)
-            if self._stops:
-                self.stop_when_seen(self._recorders.outputs)
-
     def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
         """Call the model and return its output and the recording; ``stop=True`` ends this pass and nothing else.
 
         The session is open for this call. If it is open already, what passes is added to the recording that it has.
         """
-        if self._attachment is not None and not self._closed:
+        if self.is_open:
+            if self._own_threads_only and self.scope not in active.get():
+                raise SessionError(
+                    "this session is open in another thread or task, and sees the calls of that one only. Make one for "
+                    "each: they may overlap. With threads='all', one records the calls of all."
+                )
             return self._pass(args, kwargs), self.recording
         try:
             with self as recording:
@@ -331,7 +168,7 @@ class Session(Shown):
         self._attachment, self._closed, self.scope.closed = None, False, False
         self.recording = Recording(self.index.model_name)
         self._seen.clear()
-        self._followed = _NOTHING
+        self._followed = NOTHING
         self._taps.forget()
 
     def close(self) -> None:
@@ -375,10 +212,12 @@ class Session(Shown):
 
     def _close(self, error: BaseException | None) -> None:
         if self._attachment is None or self._closed:
+            self._right_to_open[:] = [None]  # an interrupt may have kept somebody from giving it back
             return
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
+        self._right_to_open[:] = [None]
         is_as_it_was = not self._followed and self.index.is_as_it_was()
         recorders = self._recorders if is_as_it_was and error is None and self.reports else None
         if recorders is not None and recorders.has_told(self.recording, self._taps, self._warn):
