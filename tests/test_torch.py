@@ -35,6 +35,7 @@ NAMES = {  # the name, what needs it, and what is said where it cannot be done w
     "torch._C._autograd._get_sequence_nr": ("gradients", RIGHT),
     "torch.autograd.Variable._execution_engine": ("nested_gradients", "Variable._execution_engine"),
     "torch._C._current_graph_task_id": ("checkpointed", RIGHT),
+    "torch.autograd.forward_ad._current_level": ("captured", RIGHT),
     "torch._C._autograd._top_saved_tensors_default_hooks": ("checkpointed", RIGHT),
     "torch._C._len_torch_dispatch_stack": ("selective", RIGHT),
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": ("selective", "_get_current_dispatch_mode_stack"),

@@ -15,10 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad as fwAD
 from torch.nn.attention.bias import causal_lower_right
 
 import torchhook as th
 from torchhook._core import keep as room
+from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 
 patient = settings(deadline=None)  # the machine may be busy
@@ -26,6 +28,12 @@ patient = settings(deadline=None)  # the machine may be busy
 is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor
 address: Callable[[Tensor], int] = torch._C._data_address
 """Unlike ``data_ptr()``, asking for it does not end copy-on-write."""
+
+
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a value is, is looked for at once, and not only when it has become worth it."""
+    monkeypatch.setattr(room, "_COPIED_FIRST", 0)
 
 
 @pytest.fixture(params=["copy-on-write", "fallback"])
@@ -290,6 +298,7 @@ def test_a_clone_never_shares_memory(door) -> None:
     assert address(kept) != address(value)
 
 
+@pytest.mark.usefixtures("looks_at_once")
 def test_a_whole_model_shares_every_value_that_it_does_not_overwrite() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(inplace=True))
     with th.capture(model) as rec:
@@ -388,6 +397,7 @@ def test_numpy_views_of_the_callers_input_follow_it_after_the_session() -> None:
     assert rec["0:input"].tolist() == [[0, 0], [0, 0]]
 
 
+@pytest.mark.usefixtures("looks_at_once")
 def test_what_the_model_owns_and_what_it_was_called_with_are_not_shared(door) -> None:
     owned, first, second = torch.rand(3), torch.rand(3), torch.rand(3)
     keep = Keep()
@@ -564,6 +574,7 @@ def test_any_view_is_kept_as_it_was_whoever_writes_first(pair, mode: str, grad_m
         assert not view.any()
 
 
+@pytest.mark.usefixtures("looks_at_once")
 def test_what_is_recorded_is_what_value_keeps_and_views_are_shared_where_their_memory_is_new() -> None:
     buffer, given = torch.randn(4, 4), torch.randn(4, 4)
     keep = Keep()
@@ -586,6 +597,7 @@ def test_what_is_recorded_is_what_value_keeps_and_views_are_shared_where_their_m
         assert all(torch.equal(one, expected) for one in kept), name
 
 
+@pytest.mark.usefixtures("looks_at_once")
 def test_where_torch_does_not_say_what_a_view_is_of_the_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "base_of", lambda tensor: tensor)
     buffer = torch.randn(4, 4)
@@ -596,3 +608,91 @@ def test_where_torch_does_not_say_what_a_view_is_of_the_memory_is_looked_at(monk
     assert not is_cow(keep.kept(made[0, :1]))
     assert not is_cow(keep.kept(buffer.t()))
     assert torch.equal(keep.kept(buffer.t()), buffer.t())
+
+
+# -- what costs nothing where nobody looks --------------------------------------------------------------
+
+
+class Large(nn.Module):
+    """A layer among many that need not be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rest = nn.Linear(3, 3), nn.ModuleList(nn.Identity() for _ in range(50))
+        self.register_buffer("held", torch.ones(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.held
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "live": ("layer", {"keep": "live"}),
+    "live, in half": ("layer", {"keep": "live", "dtype": torch.float16}),
+    "input": ("layer:input", {}),
+    "gradient": ("layer:grad", {}),
+    "transform": ("layer", {"transform": torch.neg}),
+    "a view of it": ("layer", {"transform": lambda value: value[:1]}),
+    "by sites": ("layer", {"transform": {"layer": torch.neg}}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_few_small_values_are_kept_without_a_look_at_the_rest_of_the_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site, options), model, x = OPTIONS[name], Large(), torch.randn(2, 3)
+    for looked in ("plain_ids", "owned"):
+        monkeypatch.setattr(Index, looked, lambda *args: pytest.fail("the whole model was looked at"))
+    for _ in range(3):
+        with th.capture(model, site, **options) as rec:
+            model(x).sum().backward()
+        value = rec[site].detach().clone()
+        x.mul_(2)
+        model.layer.weight.data.mul_(0.5)
+        assert torch.equal(rec[site], value)
+
+
+def test_who_keeps_more_looks_once_for_each_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, looks = Large(), torch.randn(2, 3), list[int]()
+    found = Index.plain_ids
+    monkeypatch.setattr(Index, "plain_ids", lambda index: looks.append(1) or found(index))
+    for _ in range(2):
+        looks.clear()
+        with th.capture(model, "layer:grad", "layer", keep="live", transform={"layer": torch.neg}) as rec:
+            for _ in range(100):
+                model(x).sum().backward()
+        assert sum(looks) <= 2  # one for those with a transform, one for the others
+        assert len(rec.all("layer")) == 100
+
+
+def test_what_the_model_owns_is_never_shared_however_much_is_kept() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.ones(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.held
+
+    model = nn.Sequential(Returns())
+    with th.capture(model, "0", keep="live") as rec:
+        for _ in range(60):
+            model(torch.ones(1))
+    raw = model[0].held.numpy()  # a raw pointer, as others may have
+    raw[:] = 7
+    assert all(torch.equal(value, torch.ones(2, 3)) for value in rec.all("0"))
+    assert torch.equal(model[0].held, torch.full((2, 3), 7.0))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, for tangents
+@pytest.mark.parametrize("mode", ["copy", "clone"])
+@pytest.mark.parametrize("learning", [True, False])
+@pytest.mark.parametrize("transform", [None, torch.neg])
+def test_what_is_kept_has_no_tangent(mode: str, learning: bool, transform: Any) -> None:
+    model, x = nn.Linear(3, 3).requires_grad_(learning), torch.randn(2, 3)
+    with fwAD.dual_level():
+        with th.capture(model, keep=mode, transform=transform) as rec:
+            output = model(fwAD.make_dual(x, torch.ones_like(x)))
+        assert fwAD.unpack_dual(output).tangent is not None
+        assert fwAD.unpack_dual(rec["(model)"]).tangent is None
+    assert torch.equal(rec["(model)"], -output.detach() if transform else output.detach())

@@ -28,6 +28,7 @@ from torchhook._core.per_site import PerSite
 from torchhook._recording.address import Site
 from torchhook._torch import (
     base_of,
+    in_dual_level,
     in_transform,
     is_lazy_clone,
     lazy_clone,
@@ -49,6 +50,11 @@ _HOST = torch.device("cpu")
 
 _ROOMY = 2  # a storage this many times larger than the tensor is not worth holding on to
 
+# To copy so much takes less time than to look through a large model for its owner; a value counts for so many bytes at
+# least. Who keeps more looks once, and then knows.
+_COPIED_FIRST = 1 << 18
+_AT_LEAST = 1 << 16
+
 
 class Keep:
     """How values are kept: ``keep.value(passing)`` is what is kept of one.
@@ -66,6 +72,8 @@ class Keep:
     _input_ids: frozenset[int] | None = None
     _outliving_ids: frozenset[int] | None = frozenset()
     _outliving_storages: frozenset[int | None] | None = None
+    _copied_first = 0
+    """So many bytes were copied because it was not known whose they are."""
     _of_calls: Sequence[tuple[Site, Keep]] = ()
     """The same for single calls of one site, where their transforms differ."""
 
@@ -83,6 +91,11 @@ class Keep:
             per_site.check("transform", transform)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, found {dtype!r}.")
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(
+                f"dtype={dtype}: floating-point values are cast to this, and would lose what is behind the point. "
+                "Use a floating-point dtype, or transform=lambda value: … to round and scale them."
+            )
         self.mode = mode
         self.device: torch.device | None = None if device is None else devices.named(device, "device")
         self.dtype = dtype
@@ -146,7 +159,7 @@ class Keep:
         ):
             try:
                 # data: quicker than detach, and no view is kept.
-                kept = lazy_clone(value.data if value.requires_grad else value)
+                kept = lazy_clone(value.data if _is_differentiated(value) else value)
                 return kept if self._to_host is None or value.is_cpu else self._to_host.copy(kept, shared_with=value)
             except (NotImplementedError, RuntimeError):
                 pass
@@ -187,28 +200,33 @@ class Keep:
 
         ``ids`` finds those that are no parameters, which are known by their type.
         """
-        self._owned, self._find_ids, self._owned_ids = tensors, ids, None
+        self._owned, self._find_ids, self._owned_ids, self._copied_first = tensors, ids, None, 0
         # As called_with, without the call: this is done whenever a session opens and closes.
         self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
-        if self._placed:
-            self.called_with(())
+        for keep in self._placed:
+            keep.owned_by(tensors, ids)
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Name the tensors that the model is called with. Their memory outlives the forward pass too."""
         self._inputs = list(tensors)
         self._input_ids = self._outliving_ids = self._outliving_storages = None
         for keep in self._placed:
-            keep._owned, keep._find_ids, keep._owned_ids = self._owned, self._find_ids, None
-            keep._inputs, keep._input_ids = self._inputs, None
-            keep._outliving_ids = keep._outliving_storages = None
+            keep.called_with(self._inputs)
 
     def _outlives(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of those that outlive the forward pass."""
-        if self._owned_ids is None and tensor.layout == torch.strided and is_lazy_clone(tensor):
-            # Memory that is shared already moves when it is written, whoever owns it: not worth a search for the owner.
+        """Whether a tensor is one of those that outlive the forward pass, or may be, and to look would take longer."""
+        if self._owned_ids is None and tensor.layout == torch.strided:
             if self._input_ids is None:
                 self._input_ids = ids_of(self._inputs)
-            return id(tensor) in self._input_ids
+            if id(tensor) in self._input_ids:
+                return True
+            if is_lazy_clone(tensor):
+                # Memory that is shared already moves when it is written, whoever owns it.
+                return False
+            if self._copied_first < _COPIED_FIRST:
+                self._copied_first += max(tensor.nbytes, _AT_LEAST)
+                if self._copied_first <= _COPIED_FIRST:
+                    return True
         return id(tensor) in (self._outliving_ids or self._ids())
 
     def _is_passing(self, only_viewed: bool, base: Tensor, view: Tensor) -> bool:
@@ -234,11 +252,8 @@ class Keep:
 
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
-        self._owned, self._find_ids, self._owned_ids = tuple, None, None
-        self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
-        if self._placed:
-            self.called_with(())
-            self._placed = ()
+        self.owned_by(tuple)
+        self._placed = ()
         if self._to_host is not None:
             self._to_host.settle()
 
@@ -254,7 +269,7 @@ class Keep:
             return tensor
         if self.mode != "clone" and self._may_share(tensor):
             try:
-                return lazy_clone(tensor.detach() if self.mode == "copy" and tensor.requires_grad else tensor)
+                return lazy_clone(tensor.detach() if self.mode == "copy" and _is_differentiated(tensor) else tensor)
             except (NotImplementedError, RuntimeError):
                 pass  # sparse and opaque layouts; memory that torch does not own
         return tensor.clone() if self.mode == "live" else _detached_clone(tensor)
@@ -279,7 +294,7 @@ class Keep:
         return storage_key(tensor) not in self._outliving_storages
 
     def _converted(self, tensor: Tensor) -> Tensor:
-        detach = self.mode in ("copy", "clone") and tensor.requires_grad
+        detach = self.mode in ("copy", "clone") and _is_differentiated(tensor)
         source = tensor.detach() if detach else tensor
         if self.dtype is not None and source.is_floating_point():
             source = source.to(self.dtype)
@@ -305,4 +320,9 @@ def _at_once() -> None:
 def _detached_clone(tensor: Tensor) -> Tensor:
     # Not always detach: subclasses refuse it on inference tensors.
     tensor = unwrapped(tensor)
-    return cloned(tensor.detach() if tensor.requires_grad else tensor)
+    return cloned(tensor.detach() if _is_differentiated(tensor) else tensor)
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Whether derivatives may follow a tensor: by a graph, or forward with it."""
+    return tensor.requires_grad or in_dual_level()

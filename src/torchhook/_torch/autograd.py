@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from torchhook._torch.finding import find, missing
 
@@ -34,6 +35,11 @@ def sequence_number(node: Any) -> int:
     """Autograd numbers its steps in the order in which they are made."""
     found = getattr(node, "_sequence_nr", None)
     return _sequence_number() if found is None else int(found())
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may carry tangents (``torch.autograd.forward_ad``); where nobody knows, they may."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(

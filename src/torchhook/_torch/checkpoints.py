@@ -42,6 +42,11 @@ def times_running(module: nn.Module) -> int:
     return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in frames(1))
 
 
+def runs_inside_itself(module: nn.Module) -> bool:
+    """Whether a call of a module is under way inside of another one, in this thread."""
+    return times_running(module) > 1
+
+
 def innermost_module() -> nn.Module | None:
     """The module whose call is the latest under way in this thread; none outside of what is recomputed."""
     # Torch's own count first: it says -1 nearly always, and graph_task is one call more.
