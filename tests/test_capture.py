@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -381,3 +383,22 @@ def test_run_says_how_to_give_keywords_where_the_model_takes_no_dict() -> None:
     with pytest.raises(TypeError) as caught:
         th.run(nn.Embedding(3, 2), {"x": 1}, capture="(model)")
     assert not getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8])
+def test_values_are_not_cast_to_what_has_no_fractions(net: Net, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"dtype={dtype}: .*Use a floating-point dtype, or transform="):
+        th.capture(net, dtype=dtype)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes since Python 3.11")
+def test_a_site_that_is_given_as_an_input_is_told_how_to_choose_it(net: Net, x: Tensor) -> None:
+    name = next(name for name, _ in net.named_children())
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (the model's own)
+        th.run(net, name, x)
+    assert f"sites are named by capture={name!r}" in "".join(traceback.format_exception_only(raised.value))
+
+
+def test_a_name_where_the_model_belongs_says_what_comes_first() -> None:
+    with pytest.raises(TypeError, match=r"the model comes first: expected a torch\.nn\.Module, found str"):
+        th.capture("layer1")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -139,6 +140,47 @@ def test_the_output_of_the_model_itself_belongs_to_the_call() -> None:
     sites = ["(model)", "whole", "whole:input"]
     _, rec = th.run(model, x, attention_mask=mask, capture=sites, transform=transforms.tokens("last"))
     assert all(torch.equal(rec[site], torch.stack([x[0, 1], x[1, 3]])) for site in sites)
+
+
+class Guided(nn.Module):
+    """Calls itself, as classifier-free guidance does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(20, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        if other is not None:
+            with contextlib.suppress(ValueError):
+                x = x - self(other, attention_mask=torch.ones_like(other)).mean()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("inner_fails", [False, True])
+def test_a_model_that_calls_itself_has_the_padding_of_each_call(inner_fails: bool) -> None:
+    torch.manual_seed(0)
+    model, ids, other = Guided(), torch.randint(1, 20, (3, 5)), torch.randint(1, 20, (3, 4))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    if inner_fails:
+
+        def fails(module: nn.Module, args: Any) -> None:
+            if args[0].shape[1] == 4:
+                raise ValueError("too short")
+
+        model.embedding.register_forward_pre_hook(fails)
+    whole: list[Tensor] = []
+    handle = model.last.register_forward_hook(lambda m, args, output: whole.append(output.detach().clone()))
+    model(ids, attention_mask=mask, other=other)
+    handle.remove()
+    with th.capture(model, "last", transform=transforms.pool("mean")) as rec:
+        for _ in range(2):
+            model(ids, attention_mask=mask, other=other)
+    pooled = (whole[-1] * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    expected = [pooled] if inner_fails else [whole[0].mean(1), pooled]
+    found = rec.all("last")
+    assert len(found) == 2 * len(expected)
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, 2 * expected, strict=True))
 
 
 def test_a_call_that_raised_leaves_no_padding_behind() -> None:

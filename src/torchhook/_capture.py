@@ -22,7 +22,7 @@ from torchhook._recording.records import Recording
 from torchhook._values import tree
 from torchhook._values.subclasses import full, sharded_over
 from torchhook.edits.adapting import no_dict
-from torchhook.errors import hint
+from torchhook.errors import SelectorError, hint
 from torchhook.transforms import compose
 
 Edits = Mapping[Any, Any]
@@ -239,7 +239,17 @@ def run(
     except Exception as error:
         if len(args) == 1 and isinstance(args[0], Mapping) and _names_parameters(model, args[0]):
             hint(error, "th.run calls the model as Python does: a dict of keyword arguments is th.run(model, **batch).")
+        elif args and isinstance(args[0], str) and _selects(model, args[0]):
+            hint(error, f"th.run calls the model as Python does: sites are named by capture={args[0]!r}.")
         raise
+
+
+def _selects(model: nn.Module, given: str) -> bool:
+    """Whether a text that was given to a model chooses sites of it."""
+    try:
+        return bool(resolve(model, given))
+    except SelectorError:
+        return False
 
 
 def _names_parameters(model: nn.Module, given: Mapping[Any, Any]) -> bool:

@@ -196,6 +196,54 @@ def test_layers_that_came_are_found_by_a_glob(net: Net) -> None:
     assert session.run(x)[1].keys() == ["0", "1"]
 
 
+ASKED_EACH_TIME: dict[str, dict[str, Any]] = {
+    "none": {"selectors": ()},
+    "function": {"selectors": (lambda name, module: bool(name),)},
+    "exclude": {"selectors": ("**",), "exclude": lambda name, module: name == "1"},
+    "type": {"selectors": (nn.Module,)},
+    "port": {"selectors": ("*",), "port": "input"},
+    "list": {"selectors": (["0", "*"],)},
+}
+
+
+@pytest.mark.parametrize("name", ASKED_EACH_TIME)
+def test_layers_that_came_are_chosen_as_a_new_session_would(name: str) -> None:
+    how = dict(ASKED_EACH_TIME[name])
+    selectors, x = how.pop("selectors"), batches()[0]
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    session = th.capture(model, *selectors, **how)
+    session.run(x)
+    model.append(nn.Tanh())
+    assert session.run(x)[1].keys() == th.capture(model, *selectors, **how).run(x)[1].keys()
+    assert any("2" in site for site in session.recording.keys())  # noqa: SIM118
+    container = nn.ModuleList([nn.Tanh()])
+    model.append(container)
+    container.forward = lambda x: container[0](x)  # type: ignore[method-assign]
+    assert session.run(x)[1].keys() == th.capture(model, *selectors, **how).run(x)[1].keys()
+
+
+def test_a_container_that_can_be_called_now_is_chosen() -> None:
+    container = nn.ModuleList([nn.Tanh()])
+    model, x = nn.Sequential(nn.Linear(3, 3)), batches()[0]
+    model.parts = container  # type: ignore[assignment]
+    session = th.capture(model, "**")
+    container.forward = lambda x: container[0](x)  # type: ignore[method-assign]
+    assert "parts" in session.run(x)[1].keys()  # noqa: SIM118
+
+
+def test_a_glob_that_meant_parameters_means_the_layers_that_came() -> None:
+    model = nn.Sequential()
+    model.m1 = nn.Linear(3, 3)  # type: ignore[assignment]
+    session, x = th.capture(model, "m*.*", port="grad"), batches()[0]
+    with session as rec:
+        model(x).sum().backward()
+    assert set(rec.keys()) == {"m1.weight:grad", "m1.bias:grad"}
+    model.m2 = nn.Sequential(nn.Linear(3, 3))  # type: ignore[assignment]
+    with session as rec:
+        model(x).sum().backward()
+    assert rec.keys() == ["m2.0:grad"]
+
+
 def test_a_layer_that_is_gone_is_named_and_the_session_opens_when_it_is_back(net: Net) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     session, x, last = th.capture(model, "1"), batches()[0], model[1]

@@ -221,7 +221,7 @@ def test_stop_survives_a_model_that_catches_exceptions(x: Tensor) -> None:
     assert torch.equal(rec["a"], model.expected(x))
 
 
-def test_a_model_that_catches_everything_runs_on_and_the_value_is_true(x: Tensor) -> None:
+def test_a_model_that_catches_everything_has_no_output_where_it_was_stopped_and_the_value_is_true(x: Tensor) -> None:
     class CatchingAll(Model):
         def forward(self, x: Tensor) -> Any:
             try:
@@ -230,9 +230,11 @@ def test_a_model_that_catches_everything_runs_on_and_the_value_is_true(x: Tensor
                 return "caught"
 
     model = CatchingAll()
-    output, rec = th.run(model, x, capture="a", stop=True)
-    assert output == "caught"
-    assert torch.equal(rec["a"], model.expected(x))
+    session = th.capture(model, "a", stop=True)
+    for _ in range(2):
+        output, rec = session.run(x)
+        assert repr(output) == "<no output: the forward pass stopped at 'a'>"
+        assert torch.equal(rec["a"], model.expected(x))
     assert hooks_on(model) == []
 
 

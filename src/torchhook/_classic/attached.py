@@ -20,7 +20,7 @@ from torchhook._core import actions, early_end, functional, hooks, taps
 from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units
-from torchhook._core.scope import Scope, Stop
+from torchhook._core.scope import Scope, Stop, in_repetition, stop_pass
 from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._torch import compiler
@@ -175,6 +175,8 @@ class _StaticTap(taps.Tap):
         self.check, self.before_end = check, before_end
 
     def pass_on(self, value: Any) -> Any:
+        if not torch.compiler.is_compiling() and in_repetition.get():
+            return self._edited(value)
         state = getattr(self.call, "state", None)
         if state is None:  # a call of the model alone: nobody would ever take the values away again
             return self._edited(value) if self._is_repeated() else value
@@ -198,7 +200,8 @@ class _StaticTap(taps.Tap):
             if ends and all(len(values[key]) >= times for key, times in self.needed.items()):
                 if self.before_end is not None:
                     self.before_end()
-                raise Stop(self.scope_to_end)  # type: ignore[arg-type]
+                returned = value if self.op is None and self.port == "output" else None
+                stop_pass(self.scope_to_end, returned)  # type: ignore[arg-type]
         running.pop()
         return value
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchhook import edits
 from torchhook._core.keep import Keep
-from torchhook._core.scope import Scope, Stop
+from torchhook._core.scope import Scope, stop_pass
 from torchhook._core.taps import Edit, Look, Tap
 from torchhook._core.targets import Target
 from torchhook._recording.address import Calls, Site
@@ -221,6 +221,6 @@ def stopper(scope: Scope, waiting: set[Site], site: Site, keeps: Sequence[Keep],
             if any(keep.mode in ("live", "reference") for keep in keeps):
                 check()
             scope.stopped_at = str(site)
-            raise Stop(scope)
+            stop_pass(scope, value if site.is_output else None)
 
     return stop

@@ -92,7 +92,7 @@ class Building(Shown):
                 raise SessionError("a session of this kind opens once. Make a new one: they are cheap.")
             return
         choose, build = self._recipe
-        if has_moved := not self.index.is_as_it_was():
+        if has_moved := not self.index.means_the_same():
             index = Index(self.index.given)
             self._chosen = choose(index)
             self.index, self._recorders = index, None

@@ -83,7 +83,21 @@ def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
     # What globs end with, if that is a name: parameters and buffers of that name would be chosen too.
     ends = [re.split("[/#:]", name.rpartition(".")[2])[0] for name in _names(key) if is_glob(name)]
     known[key] = choice = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
-    index.remembered.append(choice)
+    index.answers.append(choice)
+
+
+class Searched:
+    """What was looked through for selectors that are asked each time: those of a session, until others would come."""
+
+    def __init__(self, index: Index) -> None:
+        # TorchScript gives other objects for what it holds each time.
+        self._searched = _Searched([module for module in index.searched if not is_script(module)])
+
+    def holds(self) -> bool:
+        return self._searched.hold_the_same()
+
+    def chooses_the_same(self) -> bool:
+        return True
 
 
 def _names(key: Any) -> Iterator[str]:
@@ -189,17 +203,20 @@ class Choice:
                 return False
         return self._searched is None or self._searched.hold_the_same()
 
-    def _means_the_same(self) -> bool:
-        """Whether the same is left out and generates, as far as that is told by more than where modules are."""
+    def chooses_the_same(self) -> bool:
+        """Whether the same is left out, as far as that is told by more than where modules are."""
         for container, was in self._containers:
             module = container()
             if module is None or is_callable(module) is not was:
                 return False
+        return not (self._tensors and self._has_tensors())
+
+    def _generates_the_same(self) -> bool:
         for too_large in self._too_large:
             large = too_large()
             if large is None or holds_few(large):
                 return False
-        return (self._near is None or self._near.hold_the_same()) and not (self._tensors and self._has_tensors())
+        return self._near is None or self._near.hold_the_same()
 
     def _has_tensors(self) -> bool:
         """Whether there is a parameter or buffer now of a name that would choose it."""
@@ -210,7 +227,9 @@ class Choice:
     def found(self, root: nn.Module) -> Sequence[Target] | None:
         """What was chosen; ``None`` where the model has changed."""
         known, kind = self._root
-        if known() is not root or id(type(root)) != kind or not self.holds() or not self._means_the_same():
+        if known() is not root or id(type(root)) != kind or not self.holds():
+            return None
+        if not (self.chooses_the_same() and self._generates_the_same()):
             return None
         modules: list[Any] = [ref() for ref in self._modules]
         if [1 for module in modules if module is None]:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchhook import _torch
+from torchhook._core.boundaries import EnterTap, LeaveTap
 from torchhook._core.hooks import Attachable, Attachment
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope, active
-from torchhook._core.taps import EnterTap, LeaveTap, Tap, listeners, own_work
+from torchhook._core.taps import Tap, listeners, own_work
 from torchhook._torch import modes_on, sharded, turn_off, turn_on
 from torchhook._torch.compiler import in_trace
 from torchhook._torch.hooks import held_by_name

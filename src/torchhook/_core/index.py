@@ -20,11 +20,18 @@ Step = tuple[nn.Module, str, nn.Module]
 """From a module to one of its own: the one that holds it, its name there, and itself."""
 
 
-class Known(Protocol):
-    """What was found before, and is not looked for again."""
+class Found(Protocol):
+    """What some selectors were answered by."""
 
     def holds(self) -> bool:
         """Whether what it was found by is as it was."""
+
+    def chooses_the_same(self) -> bool:
+        """Where that is so, whether the same would be chosen, as far as it depends on more than where modules are."""
+
+
+class Known(Found, Protocol):
+    """What was found before, and is not looked for again."""
 
     def generators(self) -> list[nn.Module]:
         """Those of the modules on the ways to it that generate."""
@@ -38,7 +45,7 @@ class Index:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, found {described(model)}")
+            raise TypeError(f"the model comes first: expected a torch.nn.Module, found {described(model)}")
         self.given = model
         self.root: nn.Module = unwrapped(model)
         """The model itself, without what wraps it."""
@@ -49,8 +56,8 @@ class Index:
         """Modules of which all that they hold was looked at for it."""
         self.recalled: list[Known] = []
         """What needed no search, for it was asked for before."""
-        self.remembered: list[Known] = []
-        """What was found by a search, and will need none again."""
+        self.answers: list[Found] = []
+        """What was found by a search."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -88,10 +95,19 @@ class Index:
             held = holder._modules
             if name not in held or held[name] is not child:
                 return False
-        for found in (self.recalled, self.remembered):
+        for found in (self.recalled, self.answers):
             for known in found:
                 if not known.holds():
                     return False
+        return True
+
+    def means_the_same(self) -> bool:
+        """Whether what was asked for would be found again: the modules that were found, and no others."""
+        if not self.is_as_it_was():
+            return False
+        for known in (*self.recalled, *self.answers):  # noqa: SIM110 (as above)
+            if not known.chooses_the_same():
+                return False
         return True
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,13 +1,19 @@
-"""What a forward pass may change of a model, remembered and put back: buffers, plain attributes, what these hold."""
+"""What a forward pass may change of a model, remembered and put back: buffers, plain attributes, what these hold.
+
+Of what they hold: tensors, arrays, lists, sets and dicts, and sources of random numbers. Objects of other classes keep
+what the pass has made of them: nobody knows how they are put back.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -159,6 +165,44 @@ def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
         for part in list(value.values() if isinstance(value, dict) else value):
             if graphs or _detached(part) is part:
                 yield from _into(part, seen, graphs)
+    elif (state := _state_of(value)) is not None:
+        seen.add(id(value))
+        read, write = state
+        before = read()
+        yield lambda: not _is_same(read(), before), lambda: write(before)
+
+
+_ARRAY_BYTES = 1 << 26
+
+
+def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """What reads the state of a source of random numbers, or the contents of a plain array, and what writes it."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if type(value) is np.ndarray and value.flags.writeable and value.nbytes <= _ARRAY_BYTES:
+        return value.copy, lambda copy: np.copyto(value, copy)
+    if type(value) is bytearray:
+        return lambda: bytes(value), lambda copy: value.__setitem__(slice(None), copy)
+    return None
+
+
+def _is_same(one: Any, other: Any) -> Any:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return one == other
 
 
 # An ordered dict before a dict, whose methods leave its order behind.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from torchhook._recording.tables import Table
 
@@ -43,6 +43,10 @@ UNSEEN = Scope()
 those that take calls from everywhere."""
 
 
+in_repetition: contextvars.ContextVar[bool] = contextvars.ContextVar("torchhook_in_repetition", default=False)
+"""Whether a run of a model is repeated in this context that sessions have seen: no call begins or ends by it."""
+
+
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """What runs in this block is of no open session, however it came to run; those that are opened in it see it."""
@@ -60,6 +64,17 @@ class Stop(BaseException):
     def __init__(self, scope: Scope) -> None:
         super().__init__("a torchhook session with stop=True ended this forward pass")
         self.scope = scope
+
+
+before_stop: list[Callable[[Any], None]] = []
+"""Who is shown what the module returns at which a pass is stopped: hooks behind it are not called."""
+
+
+def stop_pass(scope: Scope, returned: Any = None) -> NoReturn:
+    """End the forward pass; ``returned`` is what a module has just given back, if it ends there."""
+    for show in tuple(before_stop) if returned is not None else ():
+        show(returned)
+    raise Stop(scope)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,9 +29,11 @@ from torchhook.errors import SessionError, never_opened
 class Session(Building):
     """Edits and looks on sites of a model, for as long as it is open.
 
-    Build it with ``edit``, ``look`` and ``record``, then use it: as a context manager, or with ``open`` and ``close``.
-    Until then it does nothing. One that was built by ``prepare`` may be used again and again, with a recording of its
-    own each time; any other one once. A session that is dropped while open takes its hooks with it.
+    What ``th.capture``, ``th.edit`` and ``th.attention`` return. Use it as a context manager, with ``open`` and
+    ``close``, or by ``run``; until then it does nothing. It may be opened again and again, with a recording of its own
+    each time. A session that is dropped while open takes its hooks with it.
+
+    Inside of the library one is also built by hand, with ``edit``, ``look`` and ``record``; that one opens once.
     """
 
     # What most sessions never need is the class's, until it is asked for: one may be made for each call of a model.
@@ -150,15 +152,22 @@ class Session(Building):
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depths = functional.depths()
         self._wait_again()
+        scope = self.scope
+        stopped_before, scope.stopped_at = scope.stopped_at, None
         try:
-            return calling.called(self.index.given, args, kwargs)
+            output = calling.called(self.index.given, args, kwargs)
         except Stop as stop:
-            if stop.scope is not self.scope:
+            if stop.scope is not scope:
                 raise
             functional.unwind(depths)
             early_end.settle(self.index, stop, self.recording.values)
-            self.recording.stopped = f"stop=True ended each forward pass at {self.scope.stopped_at!r}"
-            return Stopped(str(self.scope.stopped_at))
+        else:
+            # A model that catches whatever is raised returns something all the same, which is not its output.
+            if scope.stopped_at is None:
+                scope.stopped_at = stopped_before
+                return output
+        self.recording.stopped = f"stop=True ended each forward pass at {scope.stopped_at!r}"
+        return Stopped(str(scope.stopped_at))
 
     def begin_anew(self) -> None:
         """Make a closed session ready to be opened again just as it is built, with nothing left of what has passed.

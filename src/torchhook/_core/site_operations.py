@@ -13,12 +13,13 @@ from torch import Tensor, is_grad_enabled, nn
 
 from torchhook import _torch
 from torchhook._core import checkpointed
+from torchhook._core.boundaries import EnterTap, LeaveTap
 from torchhook._core.functional import BeginTap, EndTap, Listener, Recorder, made_here
 from torchhook._core.hooks import Attachment
 from torchhook._core.index import Index
 from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, LeaveTap, OperationTap, Tap, as_arguments, as_value
+from torchhook._core.taps import OperationTap, Tap, as_arguments, as_value
 from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._recording.rows import Rows

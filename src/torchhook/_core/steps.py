@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchhook._core.generators import generators
 from torchhook._core.given_tokens import GenerateFrame, Given, generate_frame, kept, length, made_by, weak
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
-from torchhook._core.scope import Scope, active
+from torchhook._core.scope import Scope, active, in_repetition
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
@@ -262,7 +262,8 @@ class _Enter(Tap):
         self.steps = steps
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        self.steps.begin(module, args, kwargs or {})
+        if not in_repetition.get():
+            self.steps.begin(module, args, kwargs or {})
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         put_before(undo, module, self)
@@ -270,7 +271,8 @@ class _Enter(Tap):
 
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.steps.end(module, output)
+        if not in_repetition.get():
+            self.steps.end(module, output)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         after_call_always(undo, module, self, first=False)

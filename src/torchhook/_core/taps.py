@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from torchhook._core.hooks import after_call_always
 from torchhook._core.keep import Keep
 from torchhook._core.recompute import Segments, segments_around
 from torchhook._core.scope import UNSEEN, Scope, active
@@ -356,37 +355,6 @@ class InputTap(Tap):
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
         put_before(undo, module, self)
-
-
-class EnterTap(Tap):
-    """Says when a module begins to run."""
-
-    def __init__(self, function: Callable[[nn.Module], None]) -> None:
-        super().__init__("enter")
-        self.function = function
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.function(module)
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        put_before(undo, module, self, kwargs=False)
-
-
-class LeaveTap(EnterTap):
-    """Says when a module has run, also when it raised; first of all hooks, so that the others run outside of it."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        self.function(module)
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        after_call_always(undo, module, self)
-
-
-class AfterAllTap(LeaveTap):
-    """As that, after all other hooks: what leaves the model still belongs to its call."""
-
-    def attach(self, undo: Undo, module: nn.Module) -> None:
-        after_call_always(undo, module, self, first=False)
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

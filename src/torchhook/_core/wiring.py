@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchhook._core import naming, offload
+from torchhook._core.boundaries import AfterAllTap, LeaveTap
 from torchhook._core.calling import parameter_names
 from torchhook._core.functional import Listener
 from torchhook._core.generators import generators
@@ -29,10 +30,8 @@ from torchhook._core.keep import Keep
 from torchhook._core.scope import Scope
 from torchhook._core.site_operations import SiteListener
 from torchhook._core.taps import (
-    AfterAllTap,
     CustomTap,
     InputTap,
-    LeaveTap,
     Look,
     OperationTap,
     OutputTap,
@@ -43,7 +42,7 @@ from torchhook._core.taps import (
 from torchhook._core.targets import Outputs, Target, live_tensor
 from torchhook._recording.address import Site
 from torchhook._recording.records import Recording, Rows
-from torchhook._torch import graph_task
+from torchhook._torch import graph_task, runs_inside_itself
 from torchhook._values.call_masks import CallPadding
 from torchhook._values.call_sizes import RunningCall
 from torchhook._values.heads import Where
@@ -219,8 +218,11 @@ class Taps:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
         if keep.transform is None:
             return None
-        padding = CallPadding(parameter_names(self.index.root))
-        self.root.add_look(lambda value, call: padding.begin(value), first=True)
+        padding, is_inside = (
+            CallPadding(parameter_names(self.index.root)),
+            functools.partial(runs_inside_itself, self.index.root),
+        )
+        self.root.add_look(lambda value, call: padding.begin(value, is_inside), first=True)
         self.leaving = [*self.leaving, (self.index.root, AfterAllTap(padding.end))]
         return padding
 
@@ -237,8 +239,8 @@ class Taps:
 
     @functools.cached_property
     def _call(self) -> RunningCall:
-        running = RunningCall()
-        self.root.add_look(lambda value, call: running.begin(value), first=True)
+        running, is_inside = RunningCall(), functools.partial(runs_inside_itself, self.index.root)
+        self.root.add_look(lambda value, call: running.begin(value, is_inside), first=True)
         self.leaving = [*self.leaving, (self.index.root, AfterAllTap(running.end))]
         # A wrapper that hands ``generate`` on is not called itself.
         for module in generators(self.index):

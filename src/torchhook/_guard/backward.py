@@ -38,7 +38,7 @@ class BackwardWatcher:
         pending: Pending,
         scope: scope.Scope,
         handles: hooks.TensorHandles,
-        parameters: Callable[[], Iterable[tuple[str, nn.Module, nn.Parameter]]],
+        parameters: Callable[[], Iterable[tuple[str, nn.Module, Tensor]]],
         enabled: bool,
     ) -> None:
         self.enabled = enabled
@@ -50,7 +50,7 @@ class BackwardWatcher:
         self._known: set[int] = set()
         self._run = -1
         self._run_begins = self._op_begins = 0
-        self._awaited: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._awaited: dict[int, weakref.ref[Tensor]] = {}
         self.tell_of_pass: Callable[[int], None] = lambda run: None
         """Is called inside a backward pass, with the number of the run."""
 

@@ -19,7 +19,7 @@ from torchhook import _torch
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import AtEnd, Attachable, after_call_always, before_call_first
 from torchhook._core.index import Index
-from torchhook._core.scope import Scope, active
+from torchhook._core.scope import Scope, Stop, active, before_stop
 from torchhook._core.taps import Tap, as_value, listeners, own_work
 from torchhook._guard.events import Location
 from torchhook._guard.findings import Finding
@@ -87,6 +87,10 @@ class FirstPass(Listener):
         self.repetition = Repetition(scrutiny, self._memory, self._repeated, self, reports.raises)
         self.backward = FirstBackward(scope, scrutiny, self.repetition, reports)
 
+    def opened(self) -> None:
+        super().opened()
+        before_stop.append(self.stopped_at)
+
     def boundaries(self, index: Index) -> Iterable[tuple[nn.Module, Attachable]]:
         enter = _Entrance(self, self._scope)
         for module in self._modules:
@@ -133,13 +137,23 @@ class FirstPass(Listener):
 
     def note(self, leave: _Exit, call: int, output: Any) -> None:
         """A module has returned something."""
+        # What the model returns is looked at in any case: there are ways to write to a tensor that nobody counts.
+        is_last = not self.running
         if isinstance(output, Tensor):
-            if self.is_new(output):
+            if self.is_new(output) or is_last:
                 self.flags.note(output, (leave, call, 0, ""))
             return
         for i, tensor in enumerate(tree.tensors(output)):
-            if self.is_new(tensor):
+            if self.is_new(tensor) or is_last:
                 self.flags.note(tensor, (leave, call, i, ""))
+
+    def stopped_at(self, value: Any) -> None:
+        """The pass is ended at a value, and no module that runs will return."""
+        if self.running and not repeating and not _is_elsewhere(self._scope):
+            leave = self._exits.get(id(self.running[-1]))
+            if leave is not None and not (leave.spared or self.blind):
+                with _quietly():
+                    self.note(leave, leave.count, value)
 
     def is_new(self, tensor: Tensor) -> bool:
         """Whether a tensor was not looked at just before: most modules return what their last child returned."""
@@ -224,7 +238,7 @@ class FirstPass(Listener):
             except GuardError as found:
                 raise found from error
         self._settle_failed()
-        if self.running and error is None:
+        if self.running and (error is None or isinstance(error, Stop)):
             self._abandon()
 
     def _settle_failed(self) -> None:
@@ -241,8 +255,10 @@ class FirstPass(Listener):
         run, self._run = self._run, None
         bad = self.flags.read() if run is not None else []
         found = [one for one in bad if not one.where[3]]
-        if run is not None and found and self._known.is_due([_suspicion(one) for one in found]):
-            self.runs += 1
+        if run is None:
+            return
+        self.runs += 1
+        if found and self._known.is_due([_suspicion(one) for one in found]):
             self._judge.found_elsewhere(self._unrepeated(run, found[0], "the pass was ended early"))
 
     @contextlib.contextmanager
@@ -269,6 +285,7 @@ class FirstPass(Listener):
         del self.running[depth:]
 
     def close(self) -> None:
+        before_stop[:] = [show for show in before_stop if show != self.stopped_at]
         self.running.clear()
         self._run, self._failed, self._inputs = None, None, []
         self.flags.forget()

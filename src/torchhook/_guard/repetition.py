@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchhook._core import calling, taps
 from torchhook._core.hooks import AtEnd, after_graph_task
+from torchhook._core.scope import in_repetition
 from torchhook._core.wiring import opened
 from torchhook._guard.findings import Finding
 from torchhook._guard.flags import Bad, Flags
@@ -99,7 +100,10 @@ class Repetition:
         return Repeated(found, why, flags)
 
     def _again(self, run: Run, gradients: dict[int, Tensor], bad: list[Bad[Any]]) -> None:
+        in_repetition.set(True)  # in a context of its own, which ends with it
         scrutiny, inputs = self._scrutiny, run.inputs()
+        if self._memory.writes_parameters:
+            raise CannotRepeat("the model writes to its parameters in its forward pass")
         if gradients and run.parameters_written != self._memory.parameters_written():
             raise CannotRepeat("parameters were written to since the forward pass")
         known = set(map(id, scrutiny.judge.findings.values()))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchhook import _torch
 from torchhook._core import calling, remembering
@@ -152,6 +153,9 @@ class Memory:
         self._changing: dict[int, nn.Module] = {}
         self._written: set[int] = set()
         """Inputs that were written to, by their place."""
+        self._before: list[tuple[Tensor, int]] = []
+        self.writes_parameters = False
+        """Whether the model does so in a forward pass: a second one would go on from there."""
 
     def close(self) -> None:
         """Forget whose it was."""
@@ -176,6 +180,9 @@ class Memory:
         run.given = given
         run.state = remembering.remembered(self._small if learns else self._changing.values(), graphs=False)
         run.large = [(tensor, _version(tensor)) for tensor in self._large]
+        if learns:
+            parameters = (p for p in self._root.parameters() if not is_lazy(p))  # which its first run makes
+            self._before = [(parameter, _version(parameter)) for parameter in parameters]
         for taps in list(opened.values()):
             if taps.listener is not self._owner:
                 run.seen_by.update({id(tap): tap.ran for tap in taps.all()})
@@ -186,6 +193,8 @@ class Memory:
         if torch.is_grad_enabled():
             run.parameters_written = self.parameters_written()
         if _learns(run.number):
+            before, self._before = self._before, []
+            self.writes_parameters |= any(_version(parameter) != version for parameter, version in before)
             self._written.update(i for i, given in enumerate(run.given) if given.is_written)
             self._changing.update({id(one.module): one.module for one in run.state if one.has_changed()})
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torchhook import _torch
 from torchhook._core.index import Index, is_callable
@@ -41,12 +41,12 @@ class Scrutiny:
         """Those that can run."""
         return (module for module in self.index.distinct.values() if is_callable(module))
 
-    def parameters(self) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-        """Those that are judged, as they are now, with their path and their module."""
+    def parameters(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        """Those that are judged, as they are now, with their path and their module: also what is in their place."""
         spared = self.spared
         for path, (module, own) in self.index.tensors.items():
             parameter = module._parameters.get(own)
-            if isinstance(parameter, nn.Parameter) and id(module) not in spared:
+            if isinstance(parameter, Tensor) and id(module) not in spared:
                 yield path, module, parameter
 
 

@@ -146,16 +146,21 @@ class CallPadding(threading.local):
 
     def __init__(self, parameters: Sequence[str]) -> None:
         self.parameters = parameters
-        self.end()
-
-    def begin(self, value: Any) -> None:
-        """The model is called with this: its one argument, or ``Inputs``."""
-        self._call: Inputs | None = value if isinstance(value, Inputs) else Inputs((value,), {})
+        self._call: Inputs | None = None
         self._masks: CallMasks | None = None
+        self._around: list[Inputs] = []
+        """The calls in which the one that runs was made, of a model that calls itself."""
+
+    def begin(self, value: Any, is_inside: Callable[[], bool]) -> None:
+        """The model is called with this, its one argument or ``Inputs``; ``is_inside``: as of ``RunningCall``."""
+        self._around = [*self._around, self._call] if self._call is not None and is_inside() else []
+        self._call = value if isinstance(value, Inputs) else Inputs((value,), {})
+        self._masks = None
 
     def end(self, *_: Any) -> None:
-        """The call is over: what passes a part of the model now belongs to no call of it."""
-        self._call = self._masks = None
+        """The call is over: what passes a part of the model now belongs to the one around it, or to none."""
+        self._call = self._around.pop() if self._around else None
+        self._masks = None
 
     def of(self, path: str) -> Known | None:
         """What is known for a module; ``None`` outside of calls."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -68,17 +68,21 @@ class RunningCall(threading.local):
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
+        self._around: list[list[Any]] = []
+        """The calls in which the one that runs was made, of a model that calls itself."""
         self._sizes: Sizes | None = None
 
-    def begin(self, value: Any) -> None:
-        """The model is called with this."""
+    def begin(self, value: Any, is_inside: Callable[[], bool]) -> None:
+        """The model is called with this. ``is_inside`` tells whether by itself: a pass that was stopped has no end."""
+        self._around = [*self._around, self._calls] if self._calls and is_inside() else []
         self._calls = [value]
         self._sizes = None
 
     def end(self, *_: Any) -> None:
         """The call is over: what passes a part of the model now belongs to no call of it, but in the backward pass."""
-        self._sizes = self._read()
-        self._calls = []
+        sizes = self._read()
+        self._calls = self._around.pop() if self._around else []
+        self._sizes = None if self._calls else sizes
 
     def begin_inside(self, value: Any) -> None:
         """One that generates is called, by the model or alone."""
