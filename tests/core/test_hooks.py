@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from tests import models
 from tests.oracle import in_threads, stance
 from torchhook._core import hooks
+from torchhook._core.boundaries import EnterTap, LeaveTap
 from torchhook._core.hooks import Attachment
 from torchhook._core.scope import Scope
-from torchhook._core.taps import EnterTap, InputTap, LeaveTap, OutputTap
+from torchhook._core.taps import InputTap, OutputTap
 
 
 def test_an_attachment_undoes_everything_in_reverse_and_only_once() -> None:

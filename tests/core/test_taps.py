@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from tests.oracle import in_threads
+from torchhook._core.boundaries import EnterTap, LeaveTap
 from torchhook._core.gradients import GradTap
 from torchhook._core.hooks import Attachment
 from torchhook._core.scope import Scope
-from torchhook._core.taps import CustomTap, EnterTap, InputTap, LeaveTap, OutputTap, Tap, as_arguments, as_value
+from torchhook._core.taps import CustomTap, InputTap, OutputTap, Tap, as_arguments, as_value
 from torchhook._values.tree import Inputs
 
 
@@ -137,31 +138,6 @@ def test_a_custom_tap_leaves_the_function_alone_outside_of_its_scope() -> None:
     tap(nn.Identity(), (), 1)
     assert ran == []
     assert tap.elsewhere == 1
-
-
-def test_enter_and_leave_surround_the_module_also_when_it_raises() -> None:
-    order: list[Any] = []
-
-    class Fails(nn.Module):
-        def forward(self, fail: bool) -> None:
-            order.append("forward")
-            if fail:
-                raise ValueError("failed")
-
-    module = Fails()
-    module.register_forward_hook(lambda *_: order.append("user"))
-    attachment = Attachment()
-    attachment.attach(EnterTap(lambda m: order.append("enter")), module)
-    attachment.attach(LeaveTap(lambda m: order.append("leave")), module)
-    module(False)
-    assert order == ["enter", "forward", "leave", "user"]
-    order.clear()
-    with pytest.raises(ValueError, match="failed"):
-        module(True)
-    assert order == ["enter", "forward", "leave"]
-    attachment.remove()
-    assert len(module._forward_hooks) == 1
-    assert not module._forward_hooks_always_called
 
 
 def test_a_copied_or_unpickled_tap_is_a_do_nothing_of_the_standard_library(scope: Scope) -> None:
