@@ -11,7 +11,7 @@ from torch import nn
 from tests.oracle import hooks_on
 from torchhook._core.boundaries import AfterAllTap, EnterTap, LeaveTap
 from torchhook._core.hooks import Attachment
-from torchhook._core.scope import in_repetition
+from torchhook._core.scope import Repetition, Scope, repetition
 
 
 def test_enter_and_leave_surround_the_module_also_when_it_raises() -> None:
@@ -43,7 +43,7 @@ def test_what_comes_after_all_comes_behind_hooks_that_are_there_already() -> Non
     order: list[str] = []
     module, attachment = nn.Identity(), Attachment()
     module.register_forward_hook(lambda *_: order.append("user"))
-    attachment.attach(AfterAllTap(lambda m: order.append("over")), module)
+    attachment.attach(AfterAllTap(lambda m: order.append("over"), Scope()), module)
     module(1)
     assert order == ["user", "over"]
     attachment.remove()
@@ -51,16 +51,17 @@ def test_what_comes_after_all_comes_behind_hooks_that_are_there_already() -> Non
 
 
 def test_a_repetition_ends_no_call() -> None:
-    ended: list[nn.Module] = []
-    module, attachment = nn.Identity(), Attachment()
-    attachment.attach(AfterAllTap(ended.append), module)
+    ended: list[str] = []
+    module, attachment, before, later = nn.Identity(), Attachment(), Scope(), Scope()
+    attachment.attach(AfterAllTap(lambda m: ended.append("before"), before), module)
+    attachment.attach(AfterAllTap(lambda m: ended.append("later"), later), module)
 
     def repeats() -> None:
-        in_repetition.set(True)
+        repetition.set(Repetition(frozenset({before})))
         module(1)
 
     contextvars.copy_context().run(repeats)
-    assert ended == []
+    assert ended == ["later"]  # a session that was opened inside of it
     module(1)
-    assert ended == [module]
+    assert ended == ["later", "before", "later"]
     attachment.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torchhook as th
 from tests.oracle import hooks_on
 from torchhook import edits
+from torchhook._core import choices
 from torchhook._core.index import Index
 from torchhook._core.scope import Scope
 from torchhook._core.session import Session
@@ -175,6 +177,31 @@ def test_a_layer_that_is_wrapped_meanwhile_is_what_its_name_says(net: Net, optio
     assert torch.equal(rec["a"].abs(), by_hand(net, x, "a")[0].abs())
 
 
+def test_what_a_wrapper_holds_now_is_seen() -> None:
+    wrapper, x = torch.optim.swa_utils.AveragedModel(nn.Sequential(nn.Linear(3, 3))), batches()[0]
+    sessions = [th.capture(wrapper, selector) for selector in ("0", "*", "**")]
+    for session in sessions:
+        session.run(x)
+    wrapper.module = nn.Sequential(nn.Linear(3, 3))
+    for session in sessions:
+        assert torch.equal(session.run(x)[1]["0"], wrapper.module[0](x))
+
+
+def test_many_selectors_that_are_asked_each_time_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, looks = nn.Sequential(*[nn.Linear(3, 3) for _ in range(60)]), list[int]()
+    holds = choices._Searched.hold_the_same
+    monkeypatch.setattr(choices._Searched, "hold_the_same", lambda self: looks.append(1) or holds(self))
+    for session in (
+        th.edit(model, {module: edits.scale(1) for module in model}),
+        th.capture(model, lambda name, module: True, edit={str(number): edits.scale(1) for number in range(60)}),
+        th.edit(model, {f"{number}*": edits.scale(1) for number in range(6)}),
+    ):
+        looks.clear()
+        with session:
+            model(batches()[0])
+        assert len(looks) <= 4
+
+
 def test_edits_go_to_the_module_that_is_there(net: Net) -> None:
     session, x = th.edit(net, {"a": edits.zero()}), batches()[0]
     with session:
@@ -324,15 +351,56 @@ def test_a_session_that_is_open_in_one_thread_is_refused_in_another(way: str) ->
     assert hooks_on(model) == []
 
 
+@pytest.mark.parametrize("held_at", ["_open", "_make_ready", "_attach", "_tell"])
+def test_whoever_is_refused_takes_nothing_from_the_one_who_has_it_open(
+    net: Net, held_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first thread is held in the middle of its opening or closing, where a switch of threads may come.
+    session, found = th.capture(net, "b", edit={"a": edits.scale(1)}), dict[str, Any]()
+    expected = {x.sum().item(): net(x).detach() for x in batches(4)}
+    reached, go_on = threading.Event(), threading.Event()
+    held = getattr(Session, held_at)
+
+    def hold(session: Session, *args: Any) -> Any:
+        if threading.current_thread().name == "first" and not reached.is_set():
+            reached.set()
+            go_on.wait(10)
+        return held(session, *args)
+
+    monkeypatch.setattr(Session, held_at, hold)
+
+    def run(name: str, x: Tensor) -> None:
+        try:
+            found[name] = session.run(x)[1]["b"], expected[x.sum().item()]
+        except SessionError as error:
+            found[name] = error
+
+    first = threading.Thread(target=run, args=("first", batches(4)[0]), name="first")
+    first.start()
+    assert reached.wait(10)
+    for name, x in zip("abc", batches(4)[1:], strict=True):
+        run(name, x)
+    go_on.set()
+    first.join()
+    values = [pair for pair in found.values() if not isinstance(pair, SessionError)]
+    assert all(torch.equal(*pair) for pair in values)
+    assert len(values) >= 1  # before it has begun to open, others may
+    if held_at != "_open":
+        assert [type(found[name]) for name in ("first", *"abc")] == [tuple, *[SessionError] * 3]
+    assert hooks_on(net) == []
+    assert torch.equal(session.run(batches()[0])[1]["b"], net(batches()[0]))
+
+
 def test_of_threads_that_share_a_session_each_gets_its_own_values_or_an_error(net: Net) -> None:
     session, wrong, refused = th.capture(net, "b"), list[int](), list[str]()
-    barrier = threading.Barrier(4)
+    barrier, interval = threading.Barrier(4), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
 
     def work(number: int) -> None:
         x = torch.full((1, 3), float(number))
         expected = net(x).detach()
         barrier.wait()
-        for _ in range(100):
+        for _ in range(500):
             try:
                 if not torch.equal(session.run(x)[1]["b"], expected):
                     wrong.append(number)
@@ -344,6 +412,7 @@ def test_of_threads_that_share_a_session_each_gets_its_own_values_or_an_error(ne
         thread.start()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(interval)
     assert wrong == []
     assert all("this session is open" in message for message in refused)
     assert hooks_on(net) == []
@@ -471,6 +540,23 @@ def test_run_without_stop_gives_the_output_and_lets_errors_through(net: Net) -> 
         session.run(x, mask=None)
     assert hooks_on(net) == []
     assert torch.equal(session.run(x)[1]["a"], rec["a"])
+
+
+def test_a_pass_inside_of_a_pass_may_end_alone() -> None:
+    class Twice(Net):
+        session: Any = None
+
+        def forward(self, x: Tensor, inner: bool = False) -> Tensor:
+            if not inner:
+                assert "no output" in repr(self.session.run(-x, inner=True)[0])
+                return self.act(x.clone())  # not by way of 'a'
+            return self.b(self.a(x))
+
+    model, x = Twice(), batches()[0]
+    model.session = session = th.capture(model, "a", stop=True)
+    output, rec = session.run(x)
+    assert torch.equal(output, x.relu())
+    assert len(rec.all("a")) == 1
 
 
 def test_operations_are_seen_in_every_pass_of_a_block_that_ends_early() -> None:

@@ -335,7 +335,7 @@ def test_a_wrong_port_lists_the_ports() -> None:
 
 
 def test_what_is_not_a_module_is_refused_by_type() -> None:
-    with pytest.raises(TypeError, match=r"^expected a torch\.nn\.Module, found function$"):
+    with pytest.raises(TypeError, match=r"^the model comes first: expected a torch\.nn\.Module, found function$"):
         resolve(lambda x: x, "fc")  # type: ignore[arg-type]
 
 

@@ -134,6 +134,53 @@ def test_features_are_those_of_the_call_and_not_of_its_repetition(attach: bool, 
     assert [str(finding.site) for finding in g.findings] == ["1/div#0"]
 
 
+class Perceptual(nn.Module):
+    """Calls another model for its features, and divides by what may be zero."""
+
+    def __init__(self, attach: bool, stop: bool) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.__dict__["features"] = th.FeatureExtractor(self.other, ["1"], attach=attach, stop=stop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.features(self.layer(x))["1"]
+        return (features / (features * 0)).sum()
+
+
+@pytest.mark.parametrize("attach", [True, False])
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_wrapper_that_the_model_calls_has_its_features_in_a_repetition(attach: bool, stop: bool) -> None:
+    torch.manual_seed(0)
+    with th.guard(model := Perceptual(attach, stop), action="record") as g:
+        model(torch.randn(2, 4))
+    assert [str(finding.site) for finding in g.findings] == ["/div#0"]
+
+
+class Writes(nn.Module):
+    """Opens sessions of its own, and has another model write."""
+
+    def __init__(self, tell: Callable[[list[int | None]], None]) -> None:
+        super().__init__()
+        self.speaker, self.last, self.tell = speaker(), nn.Identity(), tell
+        self.speaker.transformer.h[0].mlp.dropout = nn.Identity()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        site = "transformer.h.1"
+        with th.capture(self.speaker, site, edit={site: edits.only(edits.add(5.0), steps=slice(2, 3))}) as rec:
+            text = self.speaker.generate(ids, max_new_tokens=4, do_sample=False)
+        self.tell([record.step for record in rec.records(site)])
+        return self.last(text.float()) / 0 * 0
+
+
+def test_sessions_that_the_model_opens_count_their_steps_in_a_repetition_too() -> None:
+    steps: list[list[int | None]] = []
+    model = Writes(steps.append)
+    with th.guard(model, action="record") as g:
+        model(torch.randint(1, 48, (1, 3)))
+    assert steps == [[0, 1, 2, 3]] * 2  # the run and its repetition
+    assert [str(finding.site) for finding in g.findings] == ["/div#0"]
+
+
 # -- passes that end early ------------------------------------------------------------------------------
 
 
@@ -196,8 +243,13 @@ def test_gradients_of_tensors_that_stand_for_parameters_are_looked_at() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), SqrtOfZero(), nn.Linear(4, 1)), torch.randn(3, 4)
     plain = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with pytest.raises(GuardError, match="gradient"), th.guard(model):
+    # A repetition would run with the model's own.
+    with pytest.raises(GuardError, match=r"gradient.*other tensors stood for its parameters"), th.guard(model):
         torch.func.functional_call(model, plain, (x,)).sum().backward()
+    reloaded = nn.Sequential(nn.Linear(4, 4), SqrtOfZero(), nn.Linear(4, 1))
+    reloaded.load_state_dict(model.state_dict())
+    with pytest.raises(GuardError, match=r"gradient.*other tensors stood for its parameters"), th.guard(reloaded):
+        torch.func.functional_call(reloaded, plain, (x,)).sum().backward()
     with th.guard(nn.Sequential(model[0], nn.ReLU(), model[2])) as g:
         torch.func.functional_call(nn.Sequential(model[0], nn.ReLU(), model[2]), plain, (x,)).sum().backward()
     assert g.findings == []
@@ -259,9 +311,13 @@ class Momentum(nn.Module):
 
 
 @pytest.mark.parametrize("learning", [True, False])
-def test_a_model_that_writes_to_its_parameters_is_not_run_twice_and_that_is_said(learning: bool) -> None:
-    model = nn.Sequential(Momentum(), Discarded())
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_a_model_that_writes_to_its_parameters_is_not_run_twice_and_that_is_said(learning: bool, first: int) -> None:
+    model, moves, found = nn.Sequential(Momentum(), Discarded()), Momentum.forward, list[float]()
+    model[0].forward = lambda x: x if len(found) < first else moves(model[0], x)
+    model[1].forward = lambda x: x if len(found) < first else Discarded.forward(model[1], x)
     with torch.set_grad_enabled(learning), th.guard(model, action="record") as g:
-        found = [model(torch.zeros(1)).item() for _ in range(3)]
-    assert found == [0.5, 0.75, 0.875]
-    assert "writes to its parameters" in str(g.findings[0])
+        for _ in range(first + 3):
+            found.append(model(torch.zeros(1)).item())
+    assert found == [*[0.0] * first, 0.5, 0.75, 0.875]
+    assert "parameters were written to since the forward pass began" in str(g.findings[0])

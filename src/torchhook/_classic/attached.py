@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torchhook import _torch, edits, transforms
-from torchhook._core import actions, early_end, functional, hooks, taps
+from torchhook._core import actions, early_end, functional, hooks, scope, taps
 from torchhook._core.heads import heads_at, known_heads
 from torchhook._core.index import Index
 from torchhook._core.lost_gradients import Units
-from torchhook._core.scope import Scope, Stop, in_repetition, stop_pass
+from torchhook._core.scope import Scope, Stop, stop_pass
 from torchhook._core.targets import Target
 from torchhook._recording.address import Site
 from torchhook._torch import compiler
@@ -120,7 +120,8 @@ class Attached:
         # The compiler leaves out by itself what no feature needs.
         ends = self._scope is not None and not torch.compiler.is_compiling()
         depths = functional.depths() if ends else {}
-        call.state = (values, edited, running, torch.is_grad_enabled())
+        repetition = None if torch.compiler.is_compiling() else scope.repetition.get()
+        call.state = (values, edited, running, torch.is_grad_enabled(), repetition)
         try:
             if self._mode is None:
                 output = model(*args, **kwargs)
@@ -175,12 +176,12 @@ class _StaticTap(taps.Tap):
         self.check, self.before_end = check, before_end
 
     def pass_on(self, value: Any) -> Any:
-        if not torch.compiler.is_compiling() and in_repetition.get():
-            return self._edited(value)
         state = getattr(self.call, "state", None)
         if state is None:  # a call of the model alone: nobody would ever take the values away again
             return self._edited(value) if self._is_repeated() else value
-        values, edited, running, learning = state
+        values, edited, running, learning, repetition = state
+        if not torch.compiler.is_compiling() and scope.repetition.get() is not repetition:
+            return self._edited(value)  # a call that began before: it is the wrapper's no more
         running.append(None)  # what is done here is nobody's operation
         if self.changes:
             if not torch.compiler.is_compiling():

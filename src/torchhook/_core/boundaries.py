@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchhook._core.hooks import after_call_always
-from torchhook._core.scope import in_repetition
+from torchhook._core.scope import Scope, was_seen
 from torchhook._core.taps import Tap
 from torchhook._torch.hooks import Undo, put_before
 
@@ -40,8 +40,12 @@ class LeaveTap(EnterTap):
 class AfterAllTap(LeaveTap):
     """As that, after all other hooks: what leaves the model belongs to its call, and so does a repetition of it."""
 
+    def __init__(self, function: Callable[[nn.Module], None], of: Scope) -> None:
+        super().__init__(function)
+        self.of = of
+
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not in_repetition.get():
+        if not was_seen(self.of):
             self.function(module)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchhook import edits
-from torchhook._core import actions, early_end, hooks, select
+from torchhook._core import actions, choices, early_end, hooks, select
 from torchhook._core.functional import Listener
 from torchhook._core.hooks import Attachment, TensorHandles
 from torchhook._core.index import Index
@@ -82,6 +82,7 @@ class Building(Shown):
         """
         self._recipe = choose, build
         self._chosen = choose(self.index)
+        choices.note(self.index)
         build(self, self._chosen)
 
     def _make_ready(self) -> None:
@@ -95,6 +96,7 @@ class Building(Shown):
         if has_moved := not self.index.means_the_same():
             index = Index(self.index.given)
             self._chosen = choose(index)
+            choices.note(index)
             self.index, self._recorders = index, None
         if opens_again or has_moved:
             self._begin()

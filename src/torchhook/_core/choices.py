@@ -84,10 +84,17 @@ def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
     ends = [re.split("[/#:]", name.rpartition(".")[2])[0] for name in _names(key) if is_glob(name)]
     known[key] = choice = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
     index.answers.append(choice)
+    index.remembered = len(index.searched)
 
 
-class Searched:
-    """What was looked through for selectors that are asked each time: those of a session, until others would come."""
+def note(index: Index) -> None:
+    """Note, once all that a session wants was asked for, what was looked through for selectors asked each time."""
+    if len(index.searched) > index.remembered:
+        index.answers.append(_Asked(index))
+
+
+class _Asked:
+    """What would be found by selectors that are asked each time, until modules come or go."""
 
     def __init__(self, index: Index) -> None:
         # TorchScript gives other objects for what it holds each time.

@@ -58,6 +58,8 @@ class Index:
         """What needed no search, for it was asked for before."""
         self.answers: list[Found] = []
         """What was found by a search."""
+        self.remembered = 0
+        """Of how many of those that were searched it is remembered what was found."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -95,18 +97,20 @@ class Index:
             held = holder._modules
             if name not in held or held[name] is not child:
                 return False
-        for found in (self.recalled, self.answers):
-            for known in found:
-                if not known.holds():
-                    return False
+        for known in self.recalled:  # noqa: SIM110
+            if not known.holds():
+                return False
         return True
 
     def means_the_same(self) -> bool:
         """Whether what was asked for would be found again: the modules that were found, and no others."""
-        if not self.is_as_it_was():
+        if not self.is_as_it_was() or unwrapped(self.given) is not self.root:
             return False
-        for known in (*self.recalled, *self.answers):  # noqa: SIM110 (as above)
+        for known in self.recalled:
             if not known.chooses_the_same():
+                return False
+        for found in self.answers:  # noqa: SIM110 (as above)
+            if not (found.holds() and found.chooses_the_same()):
                 return False
         return True
 

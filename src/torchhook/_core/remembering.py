@@ -172,7 +172,7 @@ def _into(value: Any, seen: set[int], graphs: bool) -> Iterator[_Ways]:
         yield lambda: not _is_same(read(), before), lambda: write(before)
 
 
-_ARRAY_BYTES = 1 << 26
+_ARRAY_BYTES = 1 << 20  # counters and averages; larger ones are data, and stay as the pass leaves them
 
 
 def _state_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:

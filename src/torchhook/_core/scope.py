@@ -14,13 +14,15 @@ from torchhook._recording.tables import Table
 class Scope:
     """The identity of one open session."""
 
-    __slots__ = ("closed", "runs_eagerly", "stopped_at")
+    __slots__ = ("closed", "runs_eagerly", "stopped_at", "stops")
 
     def __init__(self) -> None:
         self.closed: bool = False
         self.runs_eagerly: bool = False
         """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
         self.stopped_at: str | None = None
+        self.stops = 0
+        """How often a pass was ended without its caller having heard of it."""
 
     def enter(self) -> None:
         """From here on, calls made in this context belong to this scope."""
@@ -43,8 +45,21 @@ UNSEEN = Scope()
 those that take calls from everywhere."""
 
 
-in_repetition: contextvars.ContextVar[bool] = contextvars.ContextVar("torchhook_in_repetition", default=False)
-"""Whether a run of a model is repeated in this context that sessions have seen: no call begins or ends by it."""
+class Repetition:
+    """A run of a model that is made once more; of those who saw it the first time, it begins and ends no call."""
+
+    def __init__(self, seen_by: frozenset[Scope]) -> None:
+        self.seen_by = seen_by
+
+
+repetition: contextvars.ContextVar[Repetition | None] = contextvars.ContextVar("torchhook_repetition", default=None)
+"""The innermost one that runs in this context."""
+
+
+def was_seen(scope: Scope) -> bool:
+    """Whether what runs was seen by a session when it ran for the first time."""
+    now = repetition.get()
+    return now is not None and scope in now.seen_by
 
 
 @contextlib.contextmanager
@@ -74,6 +89,7 @@ def stop_pass(scope: Scope, returned: Any = None) -> NoReturn:
     """End the forward pass; ``returned`` is what a module has just given back, if it ends there."""
     for show in tuple(before_stop) if returned is not None else ():
         show(returned)
+    scope.stops += 1
     raise Stop(scope)
 
 

@@ -48,8 +48,6 @@ def resolve(
     targets = _resolved(wanted, left_out)
     if key is not None and not [1 for target in (*targets, *left_out) if target.tensor is not None]:
         choices.remember(index, key, targets)
-    elif index.searched:
-        index.answers.append(choices.Searched(index))
     return Outputs.of(targets, index.root) or targets
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -48,8 +49,8 @@ class Session(Building):
     ) -> None:
         super().__init__(model, index, threads)
         self._warn = warn
-        self._right_to_open: list[None] = [None]
-        """Taken by who opens it, until it is closed: two threads may try at once."""
+        self._opener: dict[None, int] = {}
+        """The thread that opens it, until it is closed: two may try at once, and one line decides which it is."""
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -77,12 +78,9 @@ class Session(Building):
         return self
 
     def _open(self) -> Session:
-        try:
-            self._right_to_open.pop()
-        except IndexError:
-            raise SessionError(
-                "this session is open already. Close it first, or make another: they may overlap."
-            ) from None
+        here = get_ident()
+        if self._opener.setdefault(None, here) != here or self.is_open:
+            raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
         attachment = Attachment()
         try:
             self.unopened = ""  # one that is refused was not forgotten
@@ -104,7 +102,7 @@ class Session(Building):
         except BaseException:
             attachment.remove()
             self._attachment, self._closed = attachment, True
-            self._right_to_open[:] = [None]
+            self._opener.clear()
             raise
         return self
 
@@ -139,21 +137,22 @@ class Session(Building):
             if self._own_threads_only and self.scope not in active.get():
                 raise SessionError(
                     "this session is open in another thread or task, and sees the calls of that one only. Make one for "
-                    "each: they may overlap. With threads='all', one records the calls of all."
+                    "each: they may overlap."
                 )
             return self._pass(args, kwargs), self.recording
         try:
             with self as recording:
                 output = self._pass(args, kwargs)
         finally:
-            self.close()  # should an interrupt come while the block is being left
+            if self._opener.get(None) == get_ident():  # an interrupt came while the block was being left
+                self.close()
         return output, recording
 
     def _pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depths = functional.depths()
         self._wait_again()
         scope = self.scope
-        stopped_before, scope.stopped_at = scope.stopped_at, None
+        stops = scope.stops
         try:
             output = calling.called(self.index.given, args, kwargs)
         except Stop as stop:
@@ -163,9 +162,9 @@ class Session(Building):
             early_end.settle(self.index, stop, self.recording.values)
         else:
             # A model that catches whatever is raised returns something all the same, which is not its output.
-            if scope.stopped_at is None:
-                scope.stopped_at = stopped_before
+            if scope.stops == stops:
                 return output
+        scope.stops = stops
         self.recording.stopped = f"stop=True ended each forward pass at {scope.stopped_at!r}"
         return Stopped(str(scope.stopped_at))
 
@@ -221,12 +220,17 @@ class Session(Building):
 
     def _close(self, error: BaseException | None) -> None:
         if self._attachment is None or self._closed:
-            self._right_to_open[:] = [None]  # an interrupt may have kept somebody from giving it back
             return
         self.scope.closed = True
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
-        self._right_to_open[:] = [None]
+        try:
+            self._tell(error)
+        finally:  # not before: whoever opens it next begins another recording
+            self._opener.clear()
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Note in the recording what there is to say of the sites, and say it."""
         is_as_it_was = not self._followed and self.index.is_as_it_was()
         recorders = self._recorders if is_as_it_was and error is None and self.reports else None
         if recorders is not None and recorders.has_told(self.recording, self._taps, self._warn):

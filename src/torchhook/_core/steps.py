@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchhook._core.generators import generators
 from torchhook._core.given_tokens import GenerateFrame, Given, generate_frame, kept, length, made_by, weak
 from torchhook._core.hooks import Attachable, Attachment, after_call_always
-from torchhook._core.scope import Scope, active, in_repetition
+from torchhook._core.scope import Scope, active, was_seen
 from torchhook._core.taps import Tap
 from torchhook._core.wiring import Taps
 from torchhook._recording.records import Recording
@@ -57,7 +57,7 @@ class Steps:
         self._is_asked = is_asked
         self._passes, self._order = recording.passes, recording.order
         self._recording = ref(recording)  # it asks this before it is read, and must go when it is dropped
-        self._scope = scope
+        self.scope = scope
         self._running: tuple[nn.Module, Pass] | None = None
         self._trail = _Trail()
         self._others: list[_Trail] = []
@@ -68,7 +68,7 @@ class Steps:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module that generates is called."""
-        scope = self._scope
+        scope = self.scope
         if scope not in active.get() or (torch_task() != -1 and graph_task() != -1):
             return
         if scope.runs_eagerly and in_trace():
@@ -119,7 +119,7 @@ class Steps:
         """It has run, or raised."""
         running = self._running
         # A call of another context may end while one of this is under way: it did not begin here.
-        if running is None or running[0] is not module or self._scope not in active.get():
+        if running is None or running[0] is not module or self.scope not in active.get():
             return
         now, trail = running[1], self._trail
         # The first call of a loop makes the cache that the next one is given.
@@ -262,7 +262,7 @@ class _Enter(Tap):
         self.steps = steps
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if not in_repetition.get():
+        if not was_seen(self.steps.scope):
             self.steps.begin(module, args, kwargs or {})
 
     def attach(self, undo: Undo, module: nn.Module) -> None:
@@ -271,7 +271,7 @@ class _Enter(Tap):
 
 class _Leave(_Enter):
     def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not in_repetition.get():
+        if not was_seen(self.steps.scope):
             self.steps.end(module, output)
 
     def attach(self, undo: Undo, module: nn.Module) -> None:

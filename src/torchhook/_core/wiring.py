@@ -71,7 +71,7 @@ class Taps:
 
     def __init__(self, index: Index, scope: Scope, seen_from: Scope | None) -> None:
         self.index = index
-        self._scope = scope
+        self.scope = scope
         self.seen_from = seen_from
         """Calls from outside this scope are not seen; ``None`` sees those from everywhere."""
         self.root: InputTap = InputTap("", seen_from)
@@ -223,7 +223,7 @@ class Taps:
             functools.partial(runs_inside_itself, self.index.root),
         )
         self.root.add_look(lambda value, call: padding.begin(value, is_inside), first=True)
-        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(padding.end))]
+        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(padding.end, self.scope))]
         return padding
 
     def heads_at(self, target: Target, at_once: bool = False) -> Where:
@@ -241,13 +241,13 @@ class Taps:
     def _call(self) -> RunningCall:
         running, is_inside = RunningCall(), functools.partial(runs_inside_itself, self.index.root)
         self.root.add_look(lambda value, call: running.begin(value, is_inside), first=True)
-        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(running.end))]
+        self.leaving = [*self.leaving, (self.index.root, AfterAllTap(running.end, self.scope))]
         # A wrapper that hands ``generate`` on is not called itself.
         for module in generators(self.index):
             if module is not self.index.root:
                 tap = self._input_tap(module, self.index.names(module)[0])
                 tap.add_look(lambda value, call: running.begin_inside(value), first=True)
-                self.leaving = [*self.leaving, (module, AfterAllTap(running.end_inside))]
+                self.leaving = [*self.leaving, (module, AfterAllTap(running.end_inside, self.scope))]
         return running
 
     def custom(self, target: Target, tap: CustomTap) -> None:
@@ -320,7 +320,7 @@ class Taps:
 
     def _operations(self) -> SiteListener:
         if self.listener is None:
-            self.listen(SiteListener(self._scope))
+            self.listen(SiteListener(self.scope))
         assert isinstance(self.listener, SiteListener)
         return self.listener
 
@@ -348,7 +348,7 @@ class Taps:
             output, input_ = (
                 self._forward_tap(target._replace(site=site.but(port=port))) for port in ("output", "input")
             )
-            tap = GradTap(site.path, self._scope)
+            tap = GradTap(site.path, self.scope)
             self._wiring(site.port, tap).wire(output, input_)
             self._gradients[site] = tap, input_ if site.port in _INWARD else output
         return self._gradients[site][0]
@@ -372,7 +372,7 @@ class Taps:
             raise SelectorError(f"{site.shown!r}: {site.path!r} is a buffer, which has no gradient.")
         if is_lazy(live_tensor(target)):
             raise SelectorError(f"{site.shown!r}: the parameter has no shape yet. Run the model once, then capture.")
-        grad_tap = GradTap(site.path, self._scope)
+        grad_tap = GradTap(site.path, self.scope)
         if live_tensor(target).requires_grad:
             self.parameters = [*self.parameters, (target, grad_tap)]
         return grad_tap

@@ -285,7 +285,8 @@ class FirstPass(Listener):
         del self.running[depth:]
 
     def close(self) -> None:
-        before_stop[:] = [show for show in before_stop if show != self.stopped_at]
+        with contextlib.suppress(ValueError):
+            before_stop.remove(self.stopped_at)
         self.running.clear()
         self._run, self._failed, self._inputs = None, None, []
         self.flags.forget()

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchhook._core import calling, taps
+from torchhook._core import calling, scope, taps
 from torchhook._core.hooks import AtEnd, after_graph_task
-from torchhook._core.scope import in_repetition
 from torchhook._core.wiring import opened
 from torchhook._guard.findings import Finding
 from torchhook._guard.flags import Bad, Flags
@@ -100,12 +99,8 @@ class Repetition:
         return Repeated(found, why, flags)
 
     def _again(self, run: Run, gradients: dict[int, Tensor], bad: list[Bad[Any]]) -> None:
-        in_repetition.set(True)  # in a context of its own, which ends with it
         scrutiny, inputs = self._scrutiny, run.inputs()
-        if self._memory.writes_parameters:
-            raise CannotRepeat("the model writes to its parameters in its forward pass")
-        if gradients and run.parameters_written != self._memory.parameters_written():
-            raise CannotRepeat("parameters were written to since the forward pass")
+        self._memory.check_parameters(run)
         known = set(map(id, scrutiny.judge.findings.values()))
         session, watcher = thorough_session(replace(scrutiny, backward=bool(gradients)), run.number)
         with contextlib.ExitStack() as stack:
@@ -127,6 +122,8 @@ class Repetition:
         others = [some for some in list(opened.values()) if some.listener is not self._owner]
         if backward and any(some.edit_gradients() for some in others):
             raise CannotRepeat("another session changes gradients on their way")
+        # In a context of its own, which ends with the run.
+        scope.repetition.set(scope.Repetition(frozenset(some.scope for some in others)))
         seen = [tap for some in others for tap in some.all()]
         taps.repeated.update({id(tap): itertools.count(run.seen_by.get(id(tap), tap.ran)) for tap in seen})
 

@@ -86,8 +86,8 @@ class Run:
         self.state: list[Remembered] = []
         self.large: list[tuple[Tensor, int]] = []
         """Buffers that were not copied, and how often they had been written to."""
-        self.parameters_written = 0
-        """How often, all together, when it ended."""
+        self.parameters: list[tuple[int, int]] = []
+        """Those that the model had when it began, by id, and how often each had been written to."""
         self.gradients: dict[int, Tensor] = {}
         """What came back to its outputs in the backward pass that runs, by their number."""
         self.seen_by: dict[int, int] = {}
@@ -153,9 +153,7 @@ class Memory:
         self._changing: dict[int, nn.Module] = {}
         self._written: set[int] = set()
         """Inputs that were written to, by their place."""
-        self._before: list[tuple[Tensor, int]] = []
-        self.writes_parameters = False
-        """Whether the model does so in a forward pass: a second one would go on from there."""
+        self._holders = [module for module in root.modules() if module._parameters]
 
     def close(self) -> None:
         """Forget whose it was."""
@@ -180,9 +178,7 @@ class Memory:
         run.given = given
         run.state = remembering.remembered(self._small if learns else self._changing.values(), graphs=False)
         run.large = [(tensor, _version(tensor)) for tensor in self._large]
-        if learns:
-            parameters = (p for p in self._root.parameters() if not is_lazy(p))  # which its first run makes
-            self._before = [(parameter, _version(parameter)) for parameter in parameters]
+        run.parameters = self._parameters()
         for taps in list(opened.values()):
             if taps.listener is not self._owner:
                 run.seen_by.update({id(tap): tap.ran for tap in taps.all()})
@@ -190,17 +186,25 @@ class Memory:
 
     def learn(self, run: Run) -> None:
         """Note what the run changed, after it."""
-        if torch.is_grad_enabled():
-            run.parameters_written = self.parameters_written()
         if _learns(run.number):
-            before, self._before = self._before, []
-            self.writes_parameters |= any(_version(parameter) != version for parameter, version in before)
             self._written.update(i for i, given in enumerate(run.given) if given.is_written)
             self._changing.update({id(one.module): one.module for one in run.state if one.has_changed()})
 
-    def parameters_written(self) -> int:
-        """How often the parameters have been written to, all together."""
-        return sum(_version(parameter) for parameter in self._root.parameters())
+    def check_parameters(self, run: Run) -> None:
+        """Refuse to repeat a run that would go on from other parameters than it began with."""
+        now = dict(self._parameters())
+        for key, version in run.parameters:
+            if key not in now:
+                raise CannotRepeat("other tensors stood for its parameters in the forward pass")
+            if now[key] != version:
+                raise CannotRepeat("parameters were written to since the forward pass began")
+
+    def _parameters(self) -> list[tuple[int, int]]:
+        held = [p for module in self._holders for p in module._parameters.values() if p is not None]
+        # One that the first run makes is none that it writes to, nor one that is loaded for each.
+        return [
+            (id(parameter), _version(parameter)) for parameter in held if not (is_lazy(parameter) or parameter.is_meta)
+        ]
 
 
 def _learns(number: int) -> bool:
