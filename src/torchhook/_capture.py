@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,28 +103,24 @@ def capture(
                 made = {id(one): whole if one is None else compose(whole, one) for one in own}
                 own = [made[id(one)] for one in own]
             changed = per_site.chosen(targets, own)
-        return _Chosen(targets, changes, Keep(keep, device=device, dtype=dtype, transform=changed), together)
+        return targets, changes, Keep(keep, device=device, dtype=dtype, transform=changed), together
 
     def build(session: Session, chosen: _Chosen) -> None:
-        for target, change in chosen.changes:
+        targets, changes, keeper, session.gathers = chosen
+        for target, change in changes:
             session.edit(target, change)
-        session.gathers = chosen.together
-        session.record(chosen.targets, chosen.keep, max_records, before_edits)
+        session.record(targets, keeper, max_records, before_edits)
         # Last: the pass ends in the look that this adds, so that what it ends at must have been kept by then.
         if stop:
-            session.stop_when_seen(chosen.targets)
+            session.stop_when_seen(targets)
 
     session.prepare(choose, build)
     return session.handed_out("what th.capture(…) returned")
 
 
-class _Chosen(NamedTuple):
-    """What the arguments of ``capture`` come to, of the modules that are there."""
-
-    targets: Sequence[Target]
-    changes: list[tuple[Target, Any]]
-    keep: Keep
-    together: Together | None
+_Chosen = tuple[Sequence[Target], list[tuple[Target, Any]], Keep, Together | None]
+"""What the arguments of ``capture`` come to, of the modules that are there: what is kept, what is changed before, how
+it is kept, and who waits for the other ranks. A bare tuple: one is made for each session."""
 
 
 class _Gathered:

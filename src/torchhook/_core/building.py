@@ -45,12 +45,17 @@ class Building(Shown):
     _wait_again: Callable[[], object] = frozenset
     """Called before each pass, to wait for all the sites again that it ends at."""
 
-    def __init__(self, model: nn.Module, index: Index | None, threads: Threads) -> None:
+    def __init__(
+        self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
+    ) -> None:
         hooks.refuse_compiled_code()
         if threads not in ("own", "all"):
             raise ValueError(f"threads={threads!r}: use 'own' (the context that opens the session) or 'all'.")
         self.index: Index = Index(model) if index is None else index
         self._own_threads_only = threads == "own"
+        self._warn = warn
+        self._opener: dict[None, int] = {}
+        """The thread that opens it, until it is closed: two may try at once, and one line decides which it is."""
         self._recorders: Recorders | None = None
         self._stops = False
         self._begin()

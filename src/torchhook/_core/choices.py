@@ -65,6 +65,7 @@ def recall(index: Index, key: Any) -> Sequence[Target] | None:
         known.pop(key, None)
         return None
     index.recalled.append(choice)
+    index.answers.append(choice)
     return found
 
 
@@ -84,17 +85,19 @@ def remember(index: Index, key: Any, found: Sequence[Target]) -> None:
     ends = [re.split("[/#:]", name.rpartition(".")[2])[0] for name in _names(key) if is_glob(name)]
     known[key] = choice = Choice(index, found, near, frozenset(end for end in ends if not is_glob(end)))
     index.answers.append(choice)
-    index.remembered = len(index.searched)
+    index.answered = len(index.followed), len(index.searched)
 
 
 def note(index: Index) -> None:
     """Note, once all that a session wants was asked for, what was looked through for selectors asked each time."""
-    if len(index.searched) > index.remembered:
+    if len(index.searched) != index.answered[1]:
         index.answers.append(_Asked(index))
 
 
 class _Asked:
     """What would be found by selectors that are asked each time, until modules come or go."""
+
+    asks_more = False
 
     def __init__(self, index: Index) -> None:
         # TorchScript gives other objects for what it holds each time.
@@ -175,6 +178,7 @@ class Choice:
         "_sites",
         "_tensors",
         "_too_large",
+        "asks_more",
     )
 
     def __init__(self, index: Index, found: Sequence[Target], near: Generators, tensor_names: frozenset[str]) -> None:
@@ -200,6 +204,7 @@ class Choice:
         self._modules = [weakref.ref(target.module) for target in found]
         self._are_outputs = Outputs.of(found, index.root) is not None
         self._tensors = tensor_names
+        self.asks_more = bool(containers or tensor_names)
 
     def holds(self) -> bool:
         """Whether every module on the ways to what was chosen is where it was, and no other has come."""

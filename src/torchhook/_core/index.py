@@ -23,11 +23,14 @@ Step = tuple[nn.Module, str, nn.Module]
 class Found(Protocol):
     """What some selectors were answered by."""
 
+    asks_more: bool
+    """Whether what would be chosen depends on more than where modules are."""
+
     def holds(self) -> bool:
         """Whether what it was found by is as it was."""
 
     def chooses_the_same(self) -> bool:
-        """Where that is so, whether the same would be chosen, as far as it depends on more than where modules are."""
+        """Where that is so, and ``asks_more``, whether the same would be chosen."""
 
 
 class Known(Found, Protocol):
@@ -57,9 +60,9 @@ class Index:
         self.recalled: list[Known] = []
         """What needed no search, for it was asked for before."""
         self.answers: list[Found] = []
-        """What was found by a search."""
-        self.remembered = 0
-        """Of how many of those that were searched it is remembered what was found."""
+        """What was asked of it so far was answered by these: what was known before, and what a search has found."""
+        self.answered = 0, 0
+        """How many of the steps that were followed, and of the modules that were searched, these are made of."""
 
     @functools.cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -104,15 +107,12 @@ class Index:
 
     def means_the_same(self) -> bool:
         """Whether what was asked for would be found again: the modules that were found, and no others."""
-        if not self.is_as_it_was() or unwrapped(self.given) is not self.root:
+        for found in self.answers:
+            if not found.holds() or (found.asks_more and not found.chooses_the_same()):
+                return False
+        if self.given is not self.root and unwrapped(self.given) is not self.root:
             return False
-        for known in self.recalled:
-            if not known.chooses_the_same():
-                return False
-        for found in self.answers:  # noqa: SIM110 (as above)
-            if not (found.holds() and found.chooses_the_same()):
-                return False
-        return True
+        return len(self.followed) == self.answered[0] or self.is_as_it_was()
 
     def matching(self, pattern: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose paths a glob matches, in the order of the model. Only where it leads is looked."""

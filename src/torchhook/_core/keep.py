@@ -252,8 +252,13 @@ class Keep:
 
     def release(self) -> None:
         """Let go of what the model owns, was called with and made: nothing more will pass."""
-        self.owned_by(tuple)
-        self._placed = ()
+        # As owned_by, without the call.
+        self._owned, self._find_ids, self._owned_ids = tuple, None, None
+        self._inputs, self._input_ids, self._outliving_ids, self._outliving_storages = (), None, None, None
+        if self._placed:
+            for keep in self._placed:
+                keep.owned_by(tuple)
+            self._placed = ()
         if self._to_host is not None:
             self._to_host.settle()
 

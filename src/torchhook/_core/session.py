@@ -10,13 +10,10 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
 from torchhook._core import calling, early_end, exit_report, functional, hooks, never_ran, steps
 from torchhook._core.building import NOTHING, Building
 from torchhook._core.building import Threads as Threads
 from torchhook._core.hooks import Attachment
-from torchhook._core.index import Index
 from torchhook._core.openable import remember
 from torchhook._core.parameters import ParameterGradients
 from torchhook._core.scope import UNSEEN, Scope, Stop, Stopped, active
@@ -43,14 +40,6 @@ class Session(Building):
     """Whether it notes in its recording what never ran, and why."""
     unopened: str = ""
     _depths: Mapping[int, int] = NOTHING
-
-    def __init__(
-        self, model: nn.Module, *, index: Index | None = None, threads: Threads = "own", warn: bool = True
-    ) -> None:
-        super().__init__(model, index, threads)
-        self._warn = warn
-        self._opener: dict[None, int] = {}
-        """The thread that opens it, until it is closed: two may try at once, and one line decides which it is."""
 
     def handed_out(self, what: str) -> Session:
         """From here on it is the user's: if it is dropped without ever being opened, that is said."""
@@ -79,7 +68,7 @@ class Session(Building):
 
     def _open(self) -> Session:
         here = get_ident()
-        if self._opener.setdefault(None, here) != here or self.is_open:
+        if self._opener.setdefault(None, here) != here or (self._attachment is not None and not self._closed):
             raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
         attachment = Attachment()
         try:
@@ -225,16 +214,15 @@ class Session(Building):
         self._attachment.remove()
         self._closed = True  # last: whom an interrupt keeps from it may close again
         try:
-            self._tell(error)
+            is_as_it_was = not self._followed and self.index.is_as_it_was()
+            recorders = self._recorders if is_as_it_was and error is None and self.reports else None
+            if recorders is None or not recorders.has_told(self.recording, self._taps, self._warn):
+                self._tell(error, is_as_it_was)
         finally:  # not before: whoever opens it next begins another recording
             self._opener.clear()
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _tell(self, error: BaseException | None, is_as_it_was: bool) -> None:
         """Note in the recording what there is to say of the sites, and say it."""
-        is_as_it_was = not self._followed and self.index.is_as_it_was()
-        recorders = self._recorders if is_as_it_was and error is None and self.reports else None
-        if recorders is not None and recorders.has_told(self.recording, self._taps, self._warn):
-            return
         if self.reports and not (is_as_it_was and self._taps.all_ran()):
             self._report(error, is_as_it_was)
         for site, to_come in self._to_come if self.reports else ():
