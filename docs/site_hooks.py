@@ -9,7 +9,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)[^)]*)\)")
+_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:tests|src|benchmarks|examples)(?:/[^)]*)?)\)")
 _NOTEBOOK = re.compile(r"\]\((?:\.\./)((?:\.\./)*)examples/([^)/]+\.ipynb)\)")
 _LINKED = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _TEXT = r"\1"
