@@ -61,7 +61,7 @@ class Index:
         """What needed no search, for it was asked for before."""
         self.answers: list[Found] = []
         """What was asked of it so far was answered by these: what was known before, and what a search has found."""
-        self.answered = 0, 0
+        self.answered: tuple[int, int] = (0, 0)
         """How many of the steps that were followed, and of the modules that were searched, these are made of."""
 
     @functools.cached_property
