@@ -21,7 +21,7 @@ class Scope:
         self.runs_eagerly: bool = False
         """Whether nothing is compiled in this scope: then what is being compiled is none of its own."""
         self.stopped_at: str | None = None
-        self.stops = 0
+        self.stops: int = 0
         """How often a pass was ended without its caller having heard of it."""
 
     def enter(self) -> None:

@@ -163,7 +163,7 @@ class Session(Building):
         For those who open one at every step and only look: nothing is built again, and there is one scope for all.
         """
         self._attachment, self._closed, self.scope.closed = None, False, False
-        self.recording = Recording(self.index.model_name)
+        self.recording: Recording = Recording(self.index.model_name)
         self._seen.clear()
         self._followed = NOTHING
         self._taps.forget()
