@@ -67,18 +67,18 @@ class Session(Building):
         return self
 
     def _open(self) -> Session:
-        here = get_ident()
+        self.unopened = ""  # one that is refused was not forgotten
+        may_be_compiled, here = hooks.may_be_compiled(self.index.given), get_ident()
         if self._opener.setdefault(None, here) != here or (self._attachment is not None and not self._closed):
             raise SessionError("this session is open already. Close it first, or make another: they may overlap.")
         attachment = Attachment()
         try:
-            self.unopened = ""  # one that is refused was not forgotten
             self._make_ready()
             self._attachment, self._closed = attachment, False
             if self._leaves or self._taps.recorders is None:
                 self._recorders = None  # it does more than record
             own, recorders = self.scope if self._own_threads_only else None, self._recorders
-            if hooks.may_be_compiled(self.index.given):
+            if may_be_compiled:
                 hooks.eager_stance.hold_for(attachment, own)
             attach = self._attach if recorders is None else recorders.attach
             attach(attachment, self.recording, self._taps, own)
