@@ -218,10 +218,8 @@ class Taps:
         """What a transform is told of the padding of the call that runs; ``None`` if there is no transform."""
         if keep.transform is None:
             return None
-        padding, is_inside = (
-            CallPadding(parameter_names(self.index.root)),
-            functools.partial(runs_inside_itself, self.index.root),
-        )
+        padding = CallPadding(parameter_names(self.index.root))
+        is_inside = functools.partial(runs_inside_itself, self.index.root)
         self.root.add_look(lambda value, call: padding.begin(value, is_inside), first=True)
         self.leaving = [*self.leaving, (self.index.root, AfterAllTap(padding.end, self.scope))]
         return padding
